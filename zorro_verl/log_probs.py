@@ -1,0 +1,182 @@
+"""Log-probabilities and entropy of chosen tokens, from logits or from hidden states, with both gradients.
+
+With ``z = logits / temperature`` and ``p = softmax(z)``:
+
+    log_prob = z[label] - logsumexp(z)          d/dz = onehot(label) - p
+    entropy  = -sum_v p_v log p_v               d/dz = -p (log p + entropy)
+
+The second line follows from ``dp_v/dz_u = p_v (1[u = v] - p_u)``. Nothing of size V is kept for the backward but the
+logits themselves, and from hidden states not even those.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+LOGITS_OPTIMIZATIONS = ("none", "compute", "memory")
+CHUNK_BYTES = 64 << 20  # float32 logits of one chunk in the chunked modes
+MIN_TEMPERATURE = 1e-8  # verl's own floor: temperature 0 gives huge, finite logits
+
+
+def log_probs_from_logits(
+    logits: Tensor, labels: Tensor, temperature: float | Tensor, calculate_entropy: bool, chunked: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropy of given logits.
+
+    Args:
+        logits: ``(R, V)`` of any float dtype, not yet divided by the temperature.
+        labels: ``(R,)`` int64.
+        temperature: one float, or ``(R,)``.
+        calculate_entropy: else the entropy is None.
+        chunked: work on `CHUNK_BYTES` of logits at a time, so that no second ``(R, V)`` tensor is made.
+
+    Returns:
+        ``(R,)`` log-probs and entropy in nats, float32 (float64 for float64 logits).
+    """
+    rows = _rows_per_chunk(logits.shape[1]) if chunked else max(1, logits.shape[0])
+    inverse = _inverse_temperature(temperature, logits)
+    log_probs, entropy = _FromLogits.apply(logits, labels, inverse, calculate_entropy, rows)
+    return log_probs, entropy if calculate_entropy else None
+
+
+def log_probs_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperature: float | Tensor,
+    calculate_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropy of ``hidden @ weight.T + bias``, projected in chunks and recomputed in the backward.
+
+    At no time are more than `CHUNK_BYTES` of float32 logits alive (a few times that with their temporaries).
+
+    Args:
+        hidden: ``(R, E)``; weight: ``(V, E)``; bias: ``(V,)`` or None. Under autocast both are cast as a linear is.
+        labels, temperature, calculate_entropy: as in `log_probs_from_logits`.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    inverse = _inverse_temperature(temperature, hidden)
+    log_probs, entropy = _FromHidden.apply(hidden, weight, bias, labels, inverse, calculate_entropy)
+    return log_probs, entropy if calculate_entropy else None
+
+
+class _FromLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, inverse, calculate_entropy, rows):
+        ctx.set_materialize_grads(False)
+        stats = [
+            _statistics(logits[i : i + rows], labels[i : i + rows], inverse[i : i + rows], calculate_entropy)
+            for i in range(0, max(1, logits.shape[0]), rows)
+        ]
+        log_probs, entropy, lse = (torch.cat(column) for column in zip(*stats, strict=True))
+        ctx.save_for_backward(logits, labels, inverse, lse, entropy)
+        ctx.rows = rows
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropy):
+        logits, labels, inverse, lse, entropy = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        for i in range(0, logits.shape[0], ctx.rows):
+            part = slice(i, i + ctx.rows)
+            grad[part] = _logits_grad(
+                logits[part], labels[part], inverse[part], lse[part], entropy, grad_log_probs, grad_entropy, part
+            )
+        return grad, None, None, None, None
+
+
+class _FromHidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, inverse, calculate_entropy):
+        ctx.set_materialize_grads(False)
+        ctx.rows = rows = _rows_per_chunk(weight.shape[0])
+        stats = []
+        for i in range(0, max(1, hidden.shape[0]), rows):
+            logits = torch.nn.functional.linear(hidden[i : i + rows], weight, bias)
+            stats.append(_statistics(logits, labels[i : i + rows], inverse[i : i + rows], calculate_entropy))
+        log_probs, entropy, lse = (torch.cat(column) for column in zip(*stats, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, labels, inverse, lse, entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropy):
+        hidden, weight, bias, labels, inverse, lse, entropy = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if need_bias else None
+        for i in range(0, hidden.shape[0], ctx.rows):
+            part = slice(i, i + ctx.rows)
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            grad = _logits_grad(
+                logits, labels[part], inverse[part], lse[part], entropy, grad_log_probs, grad_entropy, part
+            ).to(weight.dtype)
+            if need_hidden:
+                grad_hidden[part] = grad @ weight
+            if need_weight:
+                grad_weight += grad.T @ hidden[part]
+            if need_bias:
+                grad_bias += grad.sum(0)
+        cast = lambda total, like: None if total is None else total.to(like.dtype)  # noqa: E731
+        return grad_hidden, cast(grad_weight, weight), cast(grad_bias, bias), None, None, None
+
+
+def _statistics(
+    logits: Tensor, labels: Tensor, inverse: Tensor, calculate_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob, entropy (zero-length when not asked for) and log-sum-exp of each row."""
+    z = logits.to(inverse.dtype) * inverse[:, None]
+    lse = z.logsumexp(-1)
+    log_probs = z.gather(-1, labels[:, None])[:, 0] - lse
+    if not calculate_entropy:
+        return log_probs, lse[:0], lse
+    log_p = z.sub_(lse[:, None])
+    return log_probs, -(log_p.exp() * log_p).sum(-1), lse
+
+
+def _logits_grad(
+    logits: Tensor,
+    labels: Tensor,
+    inverse: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    part: slice,
+) -> Tensor:
+    """``(rows, V)`` gradient of the logits in float32; the formulas stand in the module's docstring."""
+    log_p = (logits.to(inverse.dtype) * inverse[:, None]).sub_(lse[:, None])
+    p = log_p.exp()
+    if grad_entropy is None:
+        grad = p.mul_(-grad_log_probs[part, None])
+    else:
+        grad = log_p.add_(entropy[part, None]).mul_(p).mul_(-grad_entropy[part, None])
+        if grad_log_probs is not None:
+            grad.addcmul_(p, grad_log_probs[part, None], value=-1.0)
+    if grad_log_probs is not None:
+        grad.scatter_add_(-1, labels[:, None], grad_log_probs[part, None])
+    return grad.mul_(inverse[:, None])
+
+
+def _inverse_temperature(temperature: float | Tensor, like: Tensor) -> Tensor:
+    """``(R,)`` in the dtype of the statistics."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    temperature = torch.as_tensor(temperature, dtype=dtype, device=like.device)
+    if temperature.dim() > 1 or temperature.numel() not in (1, like.shape[0]):
+        raise ValueError(
+            f"temperature: expected a float or one value per scored token ({like.shape[0]}), "
+            f"got shape {tuple(temperature.shape)}"
+        )
+    return temperature.clamp(min=MIN_TEMPERATURE).reciprocal().expand(like.shape[0])
+
+
+def _rows_per_chunk(vocabulary: int) -> int:
+    return max(1, CHUNK_BYTES // (4 * vocabulary))

@@ -1,0 +1,300 @@
+"""The seam on a Hugging Face decoder: attention by plan, head on predictor rows, installed and removed per model.
+
+Two things change on an installed model. Its config names the attention function registered here, so every layer asks
+it for attention and finds the micro-batch's plan among the forward's keyword arguments; transformers hands these
+through unchanged, also when a checkpointed layer is run again. And the top-level ``forward``, as an attribute of this
+one model, answers calls that carry ``zorro=SharedPrompt(...)`` with log-probs and entropy; every other call goes to
+the stock forward under the model's own attention.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from zorro_verl.attention import plan_attention
+from zorro_verl.log_probs import LOGITS_OPTIMIZATIONS, log_probs_from_hidden, log_probs_from_logits
+from zorro_verl.packing import Plan
+from zorro_verl.varlen import CpuKernels, FlashAttention2Kernels, Kernels, TorchVarlenKernels
+
+SUPPORTED_MODEL_TYPES = ("qwen3", "qwen2", "llama", "mistral")
+ATTENTION_IMPLEMENTATIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3")
+ATTENTION_NAME = "zorro"
+
+
+class SharedPrompt:
+    """What a call asks of an installed model: ``model(input_ids, position_ids, use_cache=False, zorro=this)``.
+
+    A plain class, since it passes through FSDP2 (see `zorro_verl.packing.Plan`).
+
+    Attributes:
+        plan: the plan that packed ``input_ids``.
+        labels: ``(R,)`` int64, the response tokens in the rows' own order.
+        temperature: one float, or ``(R,)``; divides the logits.
+        calculate_entropy: whether the entropy is wanted.
+        logits_optimization: "none" (all response logits at once), "compute" (softmax in chunks) or "memory"
+            (projection in chunks, recomputed in the backward). Same values and gradients from all three.
+    """
+
+    __slots__ = ("plan", "labels", "temperature", "calculate_entropy", "logits_optimization")
+
+    def __init__(
+        self,
+        plan: Plan,
+        labels: Tensor,
+        temperature: float | Tensor = 1.0,
+        calculate_entropy: bool = False,
+        logits_optimization: str = "none",
+    ):
+        if logits_optimization not in LOGITS_OPTIMIZATIONS:
+            raise ValueError(
+                f"logits_optimization: expected one of {LOGITS_OPTIMIZATIONS}, got {logits_optimization!r}"
+            )
+        self.plan = plan
+        self.labels = labels
+        self.temperature = temperature
+        self.calculate_entropy = calculate_entropy
+        self.logits_optimization = logits_optimization
+
+
+class _SharedAttention:
+    """Attention of every layer in a call with a plan."""
+
+    __slots__ = ("plan", "kernels", "split")
+
+    def __init__(self, plan: Plan, kernels: Kernels | None, split: bool):
+        self.plan, self.kernels, self.split = plan, kernels, split
+
+    def __call__(self, module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple[Tensor, None]:
+        # Under autocast a normalisation may hand over float32 queries and keys beside bfloat16 values.
+        q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return plan_attention(q, k, v, self.plan, scale, self.kernels, self.split)[None], None
+
+
+class _StockAttention:
+    """The model's own attention, for calls without a plan: needed when a checkpointed layer of one runs again."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __call__(self, module, query, key, value, attention_mask, **kwargs) -> tuple[Tensor, Tensor | None]:
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        function = AttentionInterface().get_interface(self.name, eager)
+        return function(module, query, key, value, attention_mask, **kwargs)
+
+
+def zorro_attention(module, query, key, value, attention_mask, zorro=None, **kwargs):
+    """The attention function registered with transformers. Without a plan it refuses: it would see no mask at all."""
+    if zorro is None:
+        raise ValueError(
+            f"{type(module).__name__} was called without a plan: call the top-level model, not its backbone, "
+            "or remove the seam with zorro_verl.models.uninstall(model) first"
+        )
+    return zorro(module, query, key, value, attention_mask, **kwargs)
+
+
+# No mask function is registered under this name: transformers then builds no mask, and the plan needs none.
+AttentionInterface.register(ATTENTION_NAME, zorro_attention)
+
+
+class SeamForward:
+    """The ``forward`` of one installed model. Deep-copies and pickles with it, as it holds it by reference."""
+
+    def __init__(self, model: PreTrainedModel, kernels: Kernels | None, split: bool):
+        self.model = model
+        self.kernels = kernels
+        self.split = split
+        self.stock_attention = model.config._attn_implementation
+        self.window = sliding_window(model.config)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(type(self.model).forward)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __call__(self, *args: Any, zorro: SharedPrompt | None = None, **kwargs: Any) -> Any:
+        if zorro is None:
+            return self._stock(*args, **kwargs)
+        return self._shared(zorro, *args, **kwargs)
+
+    def _stock(self, *args: Any, **kwargs: Any) -> Any:
+        config = self.model.config
+        config._attn_implementation = self.stock_attention
+        try:
+            stock = _StockAttention(self.stock_attention)
+            return type(self.model).forward(self.model, *args, zorro=stock, **kwargs)
+        finally:
+            config._attn_implementation = ATTENTION_NAME
+
+    def _shared(
+        self,
+        zorro: SharedPrompt,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: None = None,
+        use_cache: bool = False,
+    ) -> dict[str, Tensor]:
+        """``input_ids`` ``(1, T)`` packed by the plan -> ``log_probs`` (and ``entropy``) ``(R,)``."""
+        model, plan = self.model, zorro.plan
+        if attention_mask is not None or use_cache:
+            raise ValueError("a call with zorro= takes no attention_mask and no cache: the plan says what is seen")
+        if input_ids.shape != (1, plan.num_tokens):
+            raise ValueError(f"input_ids: expected (1, {plan.num_tokens}) packed tokens, got {tuple(input_ids.shape)}")
+        check_training(model.config, model.training)
+        check_window(self.window, plan.longest_row)
+        hidden = model.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            zorro=_SharedAttention(plan, self.kernels, self.split),
+        ).last_hidden_state[0]
+        hidden = hidden.index_select(0, plan.predictor_index)
+        log_probs, entropy = _head(model.lm_head, hidden, zorro)
+        return {"log_probs": log_probs, "entropy": entropy} if zorro.calculate_entropy else {"log_probs": log_probs}
+
+
+def _head(lm_head: nn.Module, hidden: Tensor, zorro: SharedPrompt) -> tuple[Tensor, Tensor | None]:
+    if zorro.logits_optimization != "memory":
+        chunked = zorro.logits_optimization == "compute"
+        return log_probs_from_logits(lm_head(hidden), zorro.labels, zorro.temperature, zorro.calculate_entropy, chunked)
+    if not isinstance(lm_head, nn.Linear):
+        raise ValueError(
+            f"logits_optimization=memory: expected a plain linear lm_head, got {type(lm_head).__name__}; "
+            "use logits_optimization=compute"
+        )
+    return log_probs_from_hidden(
+        hidden, lm_head.weight, lm_head.bias, zorro.labels, zorro.temperature, zorro.calculate_entropy
+    )
+
+
+def install(model: PreTrainedModel, attn_implementation: str = "auto", use_split_attention: bool = True) -> None:
+    """Put the seam on ``model``, in place. Parameters, state dict keys and stock calls stay as they are.
+
+    Args:
+        model: a ``...ForCausalLM`` of a type in `SUPPORTED_MODEL_TYPES`.
+        attn_implementation: one of `ATTENTION_IMPLEMENTATIONS`; see `resolve_kernels`.
+        use_split_attention: False shares projections, MLPs and head only.
+
+    Raises:
+        ValueError: an unsupported model or an attention that can't run on the model's device.
+    """
+    check_supported(model.config)
+    if isinstance(model.__dict__.get("forward"), SeamForward):
+        uninstall(model)
+    device = next(model.parameters()).device.type
+    model.forward = SeamForward(model, resolve_kernels(attn_implementation, device), use_split_attention)
+    model.config._attn_implementation = ATTENTION_NAME
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Take the seam off again; nothing of it is left on the model."""
+    seam = model.__dict__.get("forward")
+    if not isinstance(seam, SeamForward):
+        raise ValueError(f"model: expected one with the seam installed, got a plain {type(model).__name__}")
+    model.config._attn_implementation = seam.stock_attention
+    del model.forward
+
+
+def resolve_kernels(attn_implementation: str, device: str) -> Kernels | None:
+    """The kernels behind an attention name on a device type; None is the dense reference.
+
+    "auto" is "sdpa" on a CPU and on CUDA, "eager" elsewhere (npu). "sdpa" is torch's own flash attention on both.
+
+    Raises:
+        ValueError: an unknown name, or one that can't run here, with what would have to be installed.
+    """
+    if attn_implementation not in ATTENTION_IMPLEMENTATIONS:
+        raise ValueError(
+            f"attn_implementation: expected one of {ATTENTION_IMPLEMENTATIONS}, got {attn_implementation!r}"
+        )
+    if attn_implementation == "auto":
+        attn_implementation = "sdpa" if device in ("cpu", "cuda", "meta") else "eager"
+    if attn_implementation == "eager":
+        return None
+    if attn_implementation == "sdpa":
+        if device not in ("cpu", "cuda", "meta"):
+            raise ValueError(f"attn_implementation=sdpa: expected a cpu or cuda device, got {device}; use eager")
+        return _SdpaKernels()
+    if device != "cuda":
+        raise ValueError(f"attn_implementation={attn_implementation}: needs a cuda device, got {device}; use sdpa")
+    if attn_implementation == "flash_attention_3":
+        raise ValueError(
+            "attn_implementation=flash_attention_3: this version has no adapter for it; use sdpa, or "
+            "flash_attention_2 with flash-attn installed"
+        )
+    if importlib.util.find_spec("flash_attn") is None:
+        raise ValueError("attn_implementation=flash_attention_2: flash-attn is missing, `pip install flash-attn`")
+    return FlashAttention2Kernels()
+
+
+class _SdpaKernels:
+    """torch's own flash attention, chosen by where the tensors are: a model may move after it was installed."""
+
+    def forward(self, q, k, v, call, scale):
+        return self._on(q).forward(q, k, v, call, scale)
+
+    def backward(self, grad, q, k, v, out, lse, call, scale):
+        return self._on(q).backward(grad, q, k, v, out, lse, call, scale)
+
+    def _on(self, q: Tensor) -> Kernels:
+        if q.device.type == "cpu":
+            return CpuKernels()
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"attn_implementation=sdpa: expected float16 or bfloat16 on {q.device.type}, got {q.dtype}; "
+                "use attn_implementation=eager or a bfloat16 model"
+            )
+        return TorchVarlenKernels()
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Refuse what sharing would get wrong on this architecture, by name, before anything runs."""
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise ValueError(
+            f"model_type: expected one of {SUPPORTED_MODEL_TYPES}, got {config.model_type!r}; "
+            "use actor_rollout_ref.actor.strategy=fsdp2 for this model"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    if rope_type in ("dynamic", "longrope"):
+        raise ValueError(
+            f"rope_type: expected frequencies that don't depend on the batch's longest row, got {rope_type!r}; "
+            "use actor_rollout_ref.actor.strategy=fsdp2 for this model"
+        )
+
+
+def check_training(config: PretrainedConfig, training: bool) -> None:
+    """Attention dropout draws one mask per row in the stock model; a shared prompt would have one for all."""
+    dropout = getattr(config, "attention_dropout", 0.0)
+    if training and dropout > 0:
+        raise ValueError(
+            f"attention_dropout: expected 0 in training, got {dropout}; set "
+            "+actor_rollout_ref.model.override_config.attention_dropout=0"
+        )
+
+
+def check_window(window: int | None, longest_row: int) -> None:
+    """A sliding window is no window as long as no row is longer; beyond that sharing does not implement it."""
+    if window is not None and longest_row > window:
+        raise ValueError(
+            f"sliding_window: expected rows of at most {window} tokens, got one of {longest_row}; shorten prompts or "
+            "responses, or use actor_rollout_ref.actor.strategy=fsdp2"
+        )
+
+
+def sliding_window(config: PretrainedConfig) -> int | None:
+    """The window of the layers that have one, None when no layer has."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return None
+    return window
