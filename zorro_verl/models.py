@@ -176,13 +176,19 @@ def _head(lm_head: nn.Module, hidden: Tensor, zorro: SharedPrompt) -> tuple[Tens
     )
 
 
-def install(model: PreTrainedModel, attn_implementation: str = "auto", use_split_attention: bool = True) -> None:
+def install(
+    model: PreTrainedModel,
+    attn_implementation: str = "auto",
+    use_split_attention: bool = True,
+    device: str | None = None,
+) -> None:
     """Put the seam on ``model``, in place. Parameters, state dict keys and stock calls stay as they are.
 
     Args:
         model: a ``...ForCausalLM`` of a type in `SUPPORTED_MODEL_TYPES`.
         attn_implementation: one of `ATTENTION_IMPLEMENTATIONS`; see `resolve_kernels`.
         use_split_attention: False shares projections, MLPs and head only.
+        device: type of the device it will run on; the parameters' own when None.
 
     Raises:
         ValueError: an unsupported model or an attention that can't run on the model's device.
@@ -190,7 +196,7 @@ def install(model: PreTrainedModel, attn_implementation: str = "auto", use_split
     check_supported(model.config)
     if isinstance(model.__dict__.get("forward"), SeamForward):
         uninstall(model)
-    device = next(model.parameters()).device.type
+    device = device or next(model.parameters()).device.type
     model.forward = SeamForward(model, resolve_kernels(attn_implementation, device), use_split_attention)
     model.config._attn_implementation = ATTENTION_NAME
 

@@ -1,0 +1,277 @@
+"""`DeduplicatedActor`: veRL's FSDP actor with each prompt of a micro-batch sent through the model once.
+
+As an engine it is what verl's registry returns for ``strategy=zorro``; it replaces how a batch is cut into
+micro-batches, what goes into the model and how the model's output is read. Loss, optimizer, sharding, checkpoints and
+weight export stay verl's. Built from a model name instead, it is the stand-alone harness of `zorro_verl.standalone`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.utils import postprocess_batch_func
+
+from zorro_verl.batching import split_micro_batches
+from zorro_verl.grouping import Rows, prompt_fingerprints
+from zorro_verl.metrics import ShareCounts, skipped_step_metric
+from zorro_verl.models import SharedPrompt, check_supported, check_training, install
+from zorro_verl.options import CONFIG_KEY, ZorroOptions
+from zorro_verl.packing import Plan, build_plan
+from zorro_verl.standalone import Standalone
+from zorro_verl.verl_rows import rows_from_verl
+
+logger = logging.getLogger(__name__)
+
+
+class DeduplicatedActor(Standalone, FSDPEngineWithLMHead):
+    """veRL's FSDP engine with shared prompts; or, given ``model_name_or_path``, one process without veRL's trainer.
+
+    As an engine (verl builds it): ``DeduplicatedActor(model_config, engine_config, optimizer_config,
+    checkpoint_config)``. The configs are copied, never changed.
+
+    Stand-alone: ``DeduplicatedActor(model_name_or_path=..., device=..., ...)``, see `Standalone.build`.
+
+    Raises:
+        ValueError: a model, option or combination that can't be shared exactly, with the config key to change.
+    """
+
+    def __init__(
+        self,
+        model_config: Any = None,
+        engine_config: Any = None,
+        optimizer_config: Any = None,
+        checkpoint_config: Any = None,
+        *,
+        model_name_or_path: str | None = None,
+        **standalone: Any,
+    ):
+        if (model_config is None) == (model_name_or_path is None):
+            raise ValueError("DeduplicatedActor: expected either verl's four configs or model_name_or_path=...")
+        if model_name_or_path is not None:
+            self.build(model_name_or_path, **standalone)
+            return
+        if standalone:
+            raise ValueError(f"DeduplicatedActor: {sorted(standalone)} go with model_name_or_path= only")
+        self.options = getattr(engine_config, "zorro", None) or ZorroOptions()
+        self._check(model_config, engine_config)
+        if not model_config.use_remove_padding and torch.distributed.get_rank() == 0:
+            logger.info("model.use_remove_padding=False makes no difference to strategy=zorro: rows are always packed")
+        engine_config = copy.copy(engine_config)
+        object.__setattr__(engine_config, "strategy", self.options.base_strategy)
+        model_config = copy.copy(model_config)
+        # The seam replaces attention in a moment; until then the model has to build without flash-attn.
+        object.__setattr__(model_config, "hf_config", copy.deepcopy(model_config.hf_config))
+        model_config.hf_config._attn_implementation = "sdpa"
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _check(self, model_config: Any, engine_config: Any) -> None:
+        """Refuse at start what would be wrong or ignored later."""
+        check_supported(model_config.hf_config)
+        check_training(model_config.hf_config, training=not engine_config.forward_only)
+        actor = "actor_rollout_ref.actor"
+        for refused, message in (
+            (
+                engine_config.ulysses_sequence_parallel_size > 1,
+                f"{actor}.ulysses_sequence_parallel_size: expected 1, got "
+                f"{engine_config.ulysses_sequence_parallel_size}; strategy=zorro has no sequence parallelism yet",
+            ),
+            (
+                model_config.use_fused_kernels,
+                f"actor_rollout_ref.model.use_fused_kernels: expected False, got True; use {CONFIG_KEY}"
+                ".logits_optimization=memory, which keeps no logits either",
+            ),
+            (
+                model_config.use_liger,
+                "actor_rollout_ref.model.use_liger: expected False, got True; it is not tested with strategy=zorro",
+            ),
+            (
+                engine_config.pad_to_length,
+                f"{actor}.pad_to_length: expected False, got True; packed lengths vary with what is shared",
+            ),
+            (
+                getattr(engine_config.qat, "enable", False),
+                f"{actor}.fsdp_config.qat.enable: expected False, got True; use strategy=fsdp2",
+            ),
+            (
+                self.options.base_strategy == "fsdp" and get_device_name() == "cpu",
+                f"{CONFIG_KEY}.base_strategy: expected fsdp2 on a CPU, got fsdp (FSDP1 needs an accelerator)",
+            ),
+        ):
+            if refused:
+                raise ValueError(message)
+
+    def _build_module(self) -> torch.nn.Module:
+        module = super()._build_module()
+        attention = self.options.attn_implementation
+        if attention == "auto":
+            # verl's own default of flash_attention_2 is no request: only what the user wrote counts.
+            attention = self.model_config.override_config.get("attn_implementation", "auto")
+        install(module, attention, self.options.use_split_attention, device=get_device_name())
+        return module
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> dict:
+        """As the parent's, over micro-batches that keep groups whole and are budgeted in packed tokens.
+
+        Raises:
+            ValueError: bad data on any data-parallel rank, raised on all of them so that none waits for another.
+        """
+        micro_batches, indices, counts = self._micro_batches(data)
+        group = self.get_data_parallel_group()
+        num_tokens = data["loss_mask"].sum().to(get_device_name())
+        torch.distributed.all_reduce(num_tokens, group=group)
+        settings = {
+            "sp_size": 1,
+            "dp_size": self.get_data_parallel_size(),
+            "batch_num_tokens": num_tokens.item(),
+            "use_dynamic_bsz": True,  # tells postprocess_batch_func to put rows back by indices
+        }
+        return_model_output = tu.get_non_tensor_data(data, "return_model_output", default=False)
+        tu.assign_non_tensor(data, **settings)
+        outputs = []
+        for i, rows in enumerate(micro_batches):
+            tu.assign_non_tensor(rows, **settings)
+            last = i == len(micro_batches) - 1
+            sync = nullcontext() if forward_only else self._gradient_sync_context(is_last_micro_batch=last)
+            with torch.set_grad_enabled(not forward_only), sync:
+                loss, output = self.forward_step(rows, loss_function=loss_function, forward_only=forward_only)
+                if not forward_only:
+                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                    if not return_model_output:
+                        output.pop("model_output")  # full-length rows of the whole mini-batch would pile up
+            outputs.append(output)
+        result = postprocess_batch_func(outputs, indices, data)
+        result["metrics"].update(counts.to_metrics())
+        return result
+
+    def _micro_batches(self, data: TensorDict) -> tuple[list[TensorDict], list[list[int]], ShareCounts]:
+        """Cut ``data`` into micro-batches, as many on every data-parallel rank, and count what they share."""
+        error, indices, split = None, [], None
+        try:
+            _refuse_flags(data)
+            rows = rows_from_verl(data)
+            fingerprints = prompt_fingerprints(rows).tolist()
+            prompt_lens, response_lens = rows.prompt_lens.tolist(), rows.response_lens.tolist()
+            budget, key = _token_budget(data, int(rows.lens.max()))
+
+            def split(min_count: int) -> list[list[int]]:
+                return split_micro_batches(fingerprints, prompt_lens, response_lens, budget, min_count, key)
+
+            indices = split(1)
+        except ValueError as e:
+            error = f"{e} (data-parallel rank {self.get_data_parallel_rank()})"
+        most = self._agree(error, len(indices))
+        if len(indices) < most:
+            indices = split(most)
+
+        counts, micro_batches = ShareCounts(), []
+        for part in indices:
+            members = {fingerprints[row]: prompt_lens[row] for row in part}
+            responses = sum(response_lens[row] for row in part)
+            total = responses + sum(prompt_lens[row] for row in part)
+            counts.add_micro_batch(total, responses + sum(members.values()), [fingerprints[row] for row in part])
+            micro_batches.append(tu.index_select_tensor_dict(data, torch.tensor(part)))
+        return micro_batches, indices, counts
+
+    def _agree(self, error: str | None, count: int) -> int:
+        """The largest micro-batch count of any data-parallel rank; FSDP's collectives hang when ranks differ."""
+        group = self.get_data_parallel_group()
+        words: list[Any] = [None] * self.get_data_parallel_size()
+        torch.distributed.all_gather_object(words, (error, count), group=group)
+        errors = [word for word, _ in words if word is not None]
+        if errors:
+            raise ValueError("; ".join(errors))
+        return max(count for _, count in words)
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
+        """verl's micro-batch of jagged rows -> the packed model inputs and the plan to read the output with."""
+        rows = rows_from_verl(micro_batch)
+        calculate_entropy = tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False)
+        inputs, plan = self.pack(rows, micro_batch["temperature"], calculate_entropy)
+        return inputs, {"plan": plan}
+
+    def prepare_model_outputs(
+        self, output: dict[str, Tensor], output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
+    ) -> dict[str, Tensor]:
+        """``(R,)`` values of response tokens -> jagged rows in verl's layout: at the position that predicts them.
+
+        float32; zero at prompt positions and at each row's last position.
+        """
+        plan, offsets = output_args["plan"], micro_batch["input_ids"].offsets()
+        jagged = {}
+        for name, values in output.items():
+            full = values.new_zeros(plan.num_row_tokens).index_copy(0, plan.predictor_slot, values)
+            jagged[name] = torch.nested.nested_tensor_from_jagged(full, offsets)
+        return jagged
+
+    def pack(self, rows: Rows, temperature: float | Tensor, calculate_entropy: bool) -> tuple[dict[str, Any], Plan]:
+        """What the model is called with for ``rows``: each distinct prompt once."""
+        plan = build_plan(rows)
+        if isinstance(temperature, Tensor) and temperature.dim() > 0:
+            temperature = temperature.to(rows.tokens.device)[plan.label_row]
+        shared = SharedPrompt(
+            plan, rows.tokens[plan.label_index], temperature, calculate_entropy, self.options.logits_optimization
+        )
+        positions = plan.pack(rows.position_ids)
+        inputs = {"input_ids": plan.pack(rows.tokens)[None], "position_ids": positions.unsqueeze(-2), "zorro": shared}
+        return inputs, plan
+
+    def train_batch(self, data: TensorDict, loss_function: Any) -> dict:
+        output = super().train_batch(data, loss_function)
+        grad_norm = output["metrics"]["grad_norm"]
+        skipped = not torch.isfinite(torch.tensor(grad_norm)).item()
+        reporter = self.get_data_parallel_rank() == 0
+        if skipped and reporter:
+            logger.warning("grad_norm is %s: this optimizer step was skipped, as verl does", grad_norm)
+        output["metrics"].update(skipped_step_metric(skipped and reporter))
+        return output
+
+
+def register(registry: type[EngineRegistry]) -> None:
+    """Make `DeduplicatedActor` what verl finds for ``strategy=zorro``. Once; verl refuses a key twice."""
+    if "zorro" not in registry._engines.get("language_model", {}):
+        registry.register("language_model", "zorro", ["cuda", "npu", "cpu"])(DeduplicatedActor)
+
+
+def _token_budget(data: TensorDict, longest_row: int) -> tuple[int, str]:
+    """Packed tokens of one micro-batch, and the config key that set them.
+
+    Without dynamic batch sizes the micro-batch size is a grant of memory: that many rows as long as the longest.
+    """
+    if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
+        budget = tu.get_non_tensor_data(data, "max_token_len_per_gpu", default=None)
+        if budget is None:
+            raise ValueError(
+                "max_token_len_per_gpu: expected a token budget with use_dynamic_bsz=True, got none; set "
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu (rollout/ref: log_prob_max_token_len_per_gpu)"
+            )
+        return int(budget), "ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu for log-probs)"
+    size = tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=None)
+    if size is None:
+        raise ValueError(
+            "micro_batch_size_per_gpu: expected a size with use_dynamic_bsz=False, got none; set "
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu (rollout/ref: log_prob_micro_batch_size_per_gpu)"
+        )
+    return int(size) * longest_row, "ppo_micro_batch_size_per_gpu (log_prob_micro_batch_size_per_gpu for log-probs)"
+
+
+def _refuse_flags(data: TensorDict) -> None:
+    """What a batch can ask for that needs logits of every position, which are never made here."""
+    for flag, key in (
+        ("distillation_use_topk", "distillation"),
+        ("calculate_sum_pi_squared", "actor_rollout_ref.actor.calculate_sum_pi_squared"),
+    ):
+        if tu.get_non_tensor_data(data, flag, default=False):
+            raise ValueError(f"{key}: expected False with strategy=zorro, got True; use strategy=fsdp2")
+
+
+register(EngineRegistry)

@@ -1,0 +1,95 @@
+"""What was shared: exact counts of a call on one rank, and the ``zorro/*`` metrics of a step made of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Why a row that has siblings in the batch went through the model on its own. Closed: each is logged in every step.
+FALLBACK_REASONS = ("group_cut", "multimodal")
+
+_TOKENS_TOTAL = "zorro/tokens_total"
+_TOKENS_PACKED = "zorro/tokens_packed"
+_PIECES = "zorro/pieces"
+_SKIPPED = "zorro/skipped_steps"
+
+
+class ShareCounts:
+    """Counts over any number of micro-batches, mini-batches, ranks and epochs.
+
+    Attributes:
+        tokens_total: tokens of all rows, prompts counted once per row.
+        tokens_packed: tokens that went through the model.
+        pieces: ``(fingerprint, rows)`` of each group in each micro-batch: a group that was cut has several.
+        skipped_steps: optimizer steps that verl skipped because the grad norm was not finite.
+    """
+
+    def __init__(self) -> None:
+        self.tokens_total = 0
+        self.tokens_packed = 0
+        self.pieces: list[tuple[int, int]] = []
+        self.skipped_steps = 0
+
+    def add_micro_batch(self, tokens_total: int, tokens_packed: int, fingerprints: Sequence[int]) -> None:
+        """Count one micro-batch; ``fingerprints`` holds one prompt fingerprint per row."""
+        self.tokens_total += tokens_total
+        self.tokens_packed += tokens_packed
+        self.pieces += Counter(fingerprints).items()
+
+    def to_metrics(self) -> dict[str, list]:
+        """In the form that verl gathers over ranks and concatenates over mini-batches: every value a list."""
+        return {_TOKENS_TOTAL: [self.tokens_total], _TOKENS_PACKED: [self.tokens_packed], _PIECES: list(self.pieces)}
+
+    @classmethod
+    def pop_from(cls, metrics: dict[str, Any]) -> ShareCounts | None:
+        """Take the counts out of a worker's gathered metrics; None when it reported none."""
+        if _PIECES not in metrics:
+            return None
+        counts = cls()
+        counts.tokens_total = sum(_flat(metrics.pop(_TOKENS_TOTAL)))
+        counts.tokens_packed = sum(_flat(metrics.pop(_TOKENS_PACKED)))
+        counts.pieces = list(_flat(metrics.pop(_PIECES)))
+        counts.skipped_steps = sum(_flat(metrics.pop(_SKIPPED, [])))
+        return counts
+
+    @property
+    def token_ratio(self) -> float:
+        return self.tokens_total / max(1, self.tokens_packed)
+
+    def summary(self, epochs: int = 1) -> Mapping[str, Any]:
+        """The counts under their public names, ``fallback`` a mapping from each reason to rows.
+
+        A group is one distinct prompt per epoch. It was split when it came in more pieces than epochs, and its rows
+        that then went through the model alone are its fallback.
+        """
+        pieces = Counter(fingerprint for fingerprint, _ in self.pieces)
+        split = {fingerprint for fingerprint, count in pieces.items() if count > epochs}
+        cut = sum(rows for fingerprint, rows in self.pieces if rows == 1 and fingerprint in split)
+        return {
+            "tokens_total": self.tokens_total,
+            "tokens_packed": self.tokens_packed,
+            "token_ratio": self.token_ratio,
+            "groups": len(pieces) * epochs,
+            "groups_split": len(split) * epochs,
+            "fallback": dict.fromkeys(FALLBACK_REASONS, 0) | {"group_cut": cut},
+        }
+
+    def step_metrics(self, epochs: int) -> dict[str, float]:
+        """The metrics of an ``update_actor``, as they stand in the step's log."""
+        summary = dict(self.summary(epochs))
+        fallback = summary.pop("fallback")
+        metrics = {f"zorro/{name}": float(value) for name, value in summary.items()}
+        metrics |= {f"zorro/fallback/{reason}": float(rows) for reason, rows in fallback.items()}
+        metrics[_SKIPPED] = float(self.skipped_steps)
+        return metrics
+
+
+def skipped_step_metric(skipped: bool) -> dict[str, list[int]]:
+    """One rank's word on whether its optimizer step was skipped, in the form verl gathers."""
+    return {_SKIPPED: [int(skipped)]}
+
+
+def _flat(values: list) -> list:
+    """verl gathers a list per rank, and flattens them for training but not for inference."""
+    return [item for value in values for item in (value if isinstance(value, list) else [value])]
