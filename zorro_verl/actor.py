@@ -200,7 +200,11 @@ class DeduplicatedActor(Standalone, FSDPEngineWithLMHead):
         return inputs, {"plan": plan}
 
     def prepare_model_outputs(
-        self, output: dict[str, Tensor], output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
+        self,
+        output: dict[str, Tensor],
+        output_args: dict[str, Any],
+        micro_batch: TensorDict,
+        logits_processor_func: Any,
     ) -> dict[str, Tensor]:
         """``(R,)`` values of response tokens -> jagged rows in verl's layout: at the position that predicts them.
 

@@ -56,9 +56,7 @@ class Rows:
             )
 
     @classmethod
-    def from_padded(
-        cls, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, response_length: int
-    ) -> Rows:
+    def from_padded(cls, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, response_length: int) -> Rows:
         """Rows of a padded ``(B, S)`` batch whose last ``response_length`` columns hold the responses.
 
         Where the padding lies, and which token it is written with, carries no meaning: the mask alone decides.
@@ -166,9 +164,7 @@ def _number_by_first_appearance(keys: Tensor) -> Tensor:
 def _prompt_tokens(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     """Row, offset within the row and index into ``rows.tokens`` of every prompt token."""
     device, total = rows.tokens.device, int(rows.prompt_lens.sum())
-    row = torch.arange(rows.num_rows, device=device).repeat_interleave(
-        rows.prompt_lens.to(device), output_size=total
-    )
+    row = torch.arange(rows.num_rows, device=device).repeat_interleave(rows.prompt_lens.to(device), output_size=total)
     offset = ranges(torch.zeros_like(rows.prompt_lens), rows.prompt_lens, device)
     return row, offset, rows.cu_seqlens[:-1].to(device)[row] + offset
 

@@ -1,0 +1,187 @@
+"""The rollout server: collects requests into batches, generates in a thread, takes new weights between batches."""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.replica import TokenOutput
+
+from zorro_verl.cpu_runtime.generation import Completion, PromptSharingGenerator, Request, Sampling
+from zorro_verl.cpu_runtime.seeding import rollout_seed
+from zorro_verl.cpu_runtime.weights import load_weights
+
+logger = logging.getLogger(__name__)
+
+# How long a batch stays open after its last request. The requests of a step come in a stream, a few milliseconds apart.
+COLLECT_SECONDS = 0.02
+
+
+@dataclass
+class _Waiting:
+    """A request and where its answer goes."""
+
+    request: Request
+    answer: asyncio.Future
+
+
+class HFServer:
+    """One Ray actor per replica: verl's token-in-token-out interface over `PromptSharingGenerator`.
+
+    Each request brings a seed that says which rollout it is (`seeding`). One that comes without, from an agent loop of
+    another make, gets the number of its arrival among the requests with the same prompt under the same weights; that is
+    reproducible as far as the order of arrivals is.
+    """
+
+    def __init__(self, rollout_config: RolloutConfig, model_config: HFModelConfig, replica_rank: int):
+        self._config: RolloutConfig = omega_conf_to_dataclass(rollout_config)
+        model_config = omega_conf_to_dataclass(model_config)
+        self._replica_rank = replica_rank
+        self._generator = _build_generator(self._config, model_config)
+        self._weights_version: int | None = None
+        self._arrivals: Counter = Counter()
+        self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
+        self._weights_lock = asyncio.Lock()
+        self._admitting = asyncio.Event()
+        self._admitting.set()
+        self._batches: asyncio.Task | None = None
+
+    async def generate(
+        self, prompt_ids, sampling_params: Mapping, request_id: str, image_data=None, video_data=None, **others
+    ) -> TokenOutput:
+        """Complete one prompt, in a batch with whatever else is waiting."""
+        given = {"image_data": image_data, "video_data": video_data, **others}
+        refused = sorted(name for name, value in given.items() if value)
+        if refused:
+            raise ValueError(f"rollout.name=hf generates from text only, but request {request_id} brings {refused}")
+        if self._batches is None:
+            self._batches = asyncio.create_task(self._serve())
+        await self._admitting.wait()
+        waiting = _Waiting(self._request(prompt_ids, sampling_params), asyncio.get_running_loop().create_future())
+        self._queue.put_nowait(waiting)
+        completion: Completion | None = await waiting.answer
+        extra = {"global_steps": self._weights_version}
+        if completion is None:
+            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=extra)
+        return TokenOutput(
+            token_ids=completion.token_ids,
+            log_probs=completion.log_probs if sampling_params.get("logprobs") else None,
+            stop_reason="completed",
+            num_preempted=0,
+            extra_fields=extra,
+        )
+
+    async def load_weights(self, weights: Mapping[str, torch.Tensor], global_steps: int | None) -> None:
+        """Take the actor's weights; every prompt's kept state goes."""
+        async with self._weights_lock:
+            load_weights(self._generator.model, weights)
+            self._generator.forget_prompts()
+            self._arrivals.clear()
+            self._weights_version = global_steps
+
+    async def ready(self) -> bool:
+        """True once the model is there."""
+        return True
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """Answer what waits with "aborted" and hold what comes until `resume_generation`; a running batch finishes."""
+        self._admitting.clear()
+        while not self._queue.empty():
+            self._queue.get_nowait().answer.set_result(None)
+        async with self._weights_lock:
+            pass
+
+    async def resume_generation(self) -> None:
+        self._admitting.set()
+
+    # Weights and prompt states stay in the process, which has no memory to lend to a trainer on another device.
+
+    async def wake_up(self, tags=None) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def clear_kv_cache(self) -> None: ...
+
+    async def release_kv_cache(self) -> None: ...
+
+    async def resume_kv_cache(self) -> None: ...
+
+    async def start_profile(self, **kwargs) -> None: ...
+
+    async def stop_profile(self) -> None: ...
+
+    def _request(self, prompt_ids, sampling_params: Mapping) -> Request:
+        params = {"ignore_eos": self._config.ignore_eos, **sampling_params}
+        prompt = tuple(int(token) for token in prompt_ids)
+        seed = params.get("seed")
+        if seed is None:
+            key = hashlib.blake2b(str(prompt).encode()).digest()
+            seed = rollout_seed(self._config.seed, self._replica_rank, self._weights_version, self._arrivals[key])
+            self._arrivals[key] += 1
+        return Request(prompt, self._max_tokens(prompt, params), seed, Sampling.from_verl(params))
+
+    def _max_tokens(self, prompt: tuple[int, ...], params: Mapping) -> int:
+        room = self._context_length() - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens leaves no room in the context of {self._context_length()} tokens: "
+                "lower data.max_prompt_length or raise rollout.max_model_len"
+            )
+        # What is left of prompt_length + response_length: later turns of a conversation have longer prompts.
+        budget = self._config.prompt_length + self._config.response_length - len(prompt)
+        asked = params.get("max_tokens", params.get("max_new_tokens", min(self._config.response_length, budget)))
+        return max(1, min(asked, room))
+
+    def _context_length(self) -> int:
+        return self._config.max_model_len or self._generator.model.config.get_text_config().max_position_embeddings
+
+    async def _serve(self) -> None:
+        while True:
+            batch = [await self._queue.get()]
+            while len(batch) < self._config.max_num_seqs:
+                try:
+                    batch.append(await asyncio.wait_for(self._queue.get(), COLLECT_SECONDS))
+                except asyncio.TimeoutError:
+                    break
+            async with self._weights_lock:
+                await self._answer(batch)
+
+    async def _answer(self, batch: list[_Waiting]) -> None:
+        requests = [waiting.request for waiting in batch]
+        started = time.perf_counter()
+        try:
+            # In a thread, so that requests keep coming in meanwhile.
+            completions = await asyncio.to_thread(self._generator.generate, requests)
+        except Exception as error:
+            for waiting in batch:
+                waiting.answer.set_exception(error)
+            return
+        logger.debug("%d requests in %.3f s", len(batch), time.perf_counter() - started)
+        for waiting, completion in zip(batch, completions, strict=True):
+            waiting.answer.set_result(completion)
+
+
+def _build_generator(config: RolloutConfig, model_config: HFModelConfig) -> PromptSharingGenerator:
+    from verl.utils.model import get_hf_auto_model_class
+
+    auto_class = get_hf_auto_model_class(model_config.hf_config)
+    model = auto_class.from_pretrained(
+        model_config.local_path,
+        config=model_config.hf_config,
+        dtype=PrecisionType.to_dtype(config.dtype),
+        trust_remote_code=model_config.trust_remote_code,
+    )
+    tokenizer = model_config.tokenizer
+    ends = {tokenizer.eos_token_id}
+    configured = getattr(model_config.generation_config, "eos_token_id", None)
+    ends.update(configured if isinstance(configured, list) else [configured])
+    ends.discard(None)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0)
+    return PromptSharingGenerator(model, sorted(ends), pad, kept_tokens=config.max_num_batched_tokens)

@@ -1,0 +1,51 @@
+"""verl's own FSDP2 engine on the CPU: registration, and the two calls in it that assume an accelerator."""
+
+import functools
+from types import ModuleType
+
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from zorro_verl.refusal import refusing_engine
+
+FSDP1_REFUSAL = (
+    "strategy=fsdp (FSDP1) does not run on a CPU: verl builds it with sync_module_states=True, which torch allows for "
+    "accelerators only. Set the strategy to fsdp2: actor_rollout_ref.actor.strategy=fsdp2, critic.strategy=fsdp2"
+)
+
+
+class PageableOffloadPolicy(CPUOffloadPolicy):
+    """verl asks for pinned memory for the reference policy; pinning needs an accelerator."""
+
+    def __init__(self, pin_memory: bool = False):
+        super().__init__(pin_memory=False)
+
+
+def register_stock_engines(engine: ModuleType) -> None:
+    """Register verl's FSDP engines for the device "cpu": `fsdp2` as it is, `fsdp` as a refusal that names `fsdp2`."""
+    from verl.workers.engine.fsdp import transformer_impl
+
+    transformer_impl.CPUOffloadPolicy = PageableOffloadPolicy
+    engines = {
+        "language_model": transformer_impl.FSDPEngineWithLMHead,
+        "value_model": transformer_impl.FSDPEngineWithValueHead,
+    }
+    refusal = refusing_engine(engine.BaseEngine, FSDP1_REFUSAL)
+    for model_type, engine_class in engines.items():
+        backends = engine.EngineRegistry._engines[model_type]
+        for backend, registered in (("fsdp2", engine_class), ("fsdp", refusal)):
+            if "cpu" not in backends[backend]:
+                engine.EngineRegistry.register(model_type, backend, device="cpu")(registered)
+
+
+def use_gloo_once(distributed: ModuleType) -> None:
+    """Give verl's process group the backend that it would compose wrongly where the device is the CPU itself."""
+    original = distributed.initialize_global_process_group_ray
+    if getattr(original, "wrapped_by_zorro", False):
+        return
+
+    @functools.wraps(original)
+    def initialize_global_process_group_ray(timeout_second=None, backend=None):
+        return original(timeout_second, backend or "cpu:gloo")
+
+    initialize_global_process_group_ray.wrapped_by_zorro = True
+    distributed.initialize_global_process_group_ray = initialize_global_process_group_ray

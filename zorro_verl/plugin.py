@@ -1,0 +1,174 @@
+"""What the entry point `verl.plugins` loads: it makes `strategy=zorro` and the CPU runtime known to verl.
+
+Importing this module is the installation. It imports the standard library only, reads two environment variables and
+leaves callbacks for the moment when verl's own modules have been executed. What is wrapped, and why:
+
+| verl | process | why |
+|---|---|---|
+| `workers.engine` | every worker | `zorro_verl.actor` registers the engine for backend "zorro" |
+| `trainer.ppo.v1.trainer_base.PPOTrainer` | task runner | `zorro_verl.trainer` keeps groups whole, adds metrics |
+| `utils.device.auto_set_device` | driver | sees the config before Ray starts: early errors, `trainer.device=cpu` |
+
+With `trainer.device=cpu` or `VERL_PLATFORM=cpu`, and only then, `zorro_verl.cpu_runtime.hooks` adds its own.
+
+With another strategy and another device all of this is inert. A failure here is a warning that leaves `import verl`
+whole. For `strategy=zorro` it becomes a ValueError with the reason, raised by a stand-in in verl's registry.
+"""
+
+import functools
+import importlib
+import inspect
+import os
+from types import ModuleType
+from typing import NamedTuple
+
+from zorro_verl.post_import import after_import, logger
+from zorro_verl.refusal import refuse_trainer, refusing_engine
+
+SUPPORTED_VERL = ">=0.9.1,<0.10"
+STRATEGY = "zorro"
+DEVICES = ("cuda", "npu", "cpu")
+
+ENGINE = "verl.workers.engine.fsdp.transformer_impl"
+TRAINER = "verl.trainer.ppo.v1.trainer_base"
+
+
+class Signature(NamedTuple):
+    """A method of verl that is overridden or wrapped, with the parameters that this package relies on."""
+
+    module: str
+    owner: str
+    method: str
+    parameters: tuple[str, ...]
+
+
+SIGNATURES = (
+    Signature(
+        ENGINE, "FSDPEngine", "__init__", ("model_config", "engine_config", "optimizer_config", "checkpoint_config")
+    ),
+    Signature(ENGINE, "FSDPEngine", "_build_module", ()),
+    Signature(ENGINE, "FSDPEngine", "_build_fsdp_module", ("module",)),
+    Signature(ENGINE, "FSDPEngine", "forward_backward_batch", ("data", "loss_function", "forward_only")),
+    Signature(ENGINE, "FSDPEngine", "optimizer_step", ()),
+    Signature(ENGINE, "FSDPEngineWithLMHead", "prepare_model_inputs", ("micro_batch",)),
+    Signature(
+        ENGINE,
+        "FSDPEngineWithLMHead",
+        "prepare_model_outputs",
+        ("output", "output_args", "micro_batch", "logits_processor_func"),
+    ),
+    Signature(ENGINE, "FSDPEngineWithLMHead", "forward_step", ("micro_batch", "loss_function", "forward_only")),
+    Signature(TRAINER, "PPOTrainer", "_balance_batch", ("batch", "metrics", "logging_prefix", "keep_minibatch")),
+    Signature(TRAINER, "PPOTrainer", "_compute_old_log_prob", ("batch", "metrics")),
+    Signature(TRAINER, "PPOTrainer", "_compute_ref_log_prob", ("batch", "metrics")),
+    Signature(TRAINER, "PPOTrainer", "_update_actor", ("batch", "metrics")),
+)
+
+
+def check_verl(*modules: str) -> None:
+    """Raise a ValueError unless verl's version and the signatures in `modules` are those that this package extends.
+
+    Without arguments only the version is checked; otherwise the modules are imported.
+    """
+    # Imported here: the module itself stays on the standard library, and verl may be on its way in right now.
+    import verl
+    from packaging.specifiers import SpecifierSet
+
+    if not SpecifierSet(SUPPORTED_VERL).contains(verl.__version__, prereleases=True):
+        raise ValueError(
+            f"strategy={STRATEGY} supports verl {SUPPORTED_VERL}, but verl {verl.__version__} is installed: "
+            f"install a supported version (pip install 'verl{SUPPORTED_VERL}') "
+            "or choose another actor_rollout_ref.actor.strategy"
+        )
+    for signature in SIGNATURES:
+        if signature.module in modules:
+            _check_signature(signature, verl.__version__)
+
+
+def _check_signature(signature: Signature, version: str) -> None:
+    name = f"{signature.module}.{signature.owner}.{signature.method}"
+    owner = getattr(importlib.import_module(signature.module), signature.owner, None)
+    method = getattr(owner, signature.method, None)
+    if method is None:
+        raise ValueError(f"strategy={STRATEGY} extends {name}, which verl {version} does not have")
+    found = tuple(inspect.signature(method).parameters)[1:]
+    if found != signature.parameters:
+        raise ValueError(
+            f"strategy={STRATEGY} extends {name}{signature.parameters}, "
+            f"but in the installed verl {version} its parameters are {found}"
+        )
+
+
+def register_engine(engine_module: ModuleType) -> None:
+    """Register the engine with verl, or a stand-in that raises why it could not be."""
+    registry = engine_module.EngineRegistry
+    try:
+        check_verl(ENGINE)
+        actor = importlib.import_module("zorro_verl.actor")
+        # Imported first, the actor brings verl's engines in, and this callback: it registers itself when it is done.
+        if not getattr(actor.__spec__, "_initializing", False):
+            actor.register(registry)
+    except Exception as error:
+        stand_in = refusing_engine(engine_module.BaseEngine, _reason(error))
+        # Written, not registered: verl refuses a key twice, and a broken import may have come as far as registering.
+        registry._engines.setdefault("language_model", {})[STRATEGY] = dict.fromkeys(DEVICES, stand_in)
+        raise
+
+
+def wrap_trainer(trainer_module: ModuleType) -> None:
+    """Wrap verl's trainer, or let it raise why it could not be wrapped when its config asks for `strategy=zorro`."""
+    try:
+        check_verl(TRAINER)
+        importlib.import_module("zorro_verl.trainer").wrap_ppo_trainer(trainer_module)
+    except Exception as error:
+        refuse_trainer(trainer_module.PPOTrainer, STRATEGY, _reason(error))
+        raise
+
+
+def wrap_auto_set_device(device_module: ModuleType) -> None:
+    """Look at the run's config where verl's own `main` first does, in the driver and before Ray is started."""
+    original = device_module.auto_set_device
+    if getattr(original, "wrapped_by_zorro", False):
+        return
+
+    @functools.wraps(original)
+    def auto_set_device(config):
+        actor = getattr(getattr(config, "actor_rollout_ref", None), "actor", None)
+        # SFT configs have no actor: the CPU runtime is about verl's RL trainer.
+        if actor is not None and "cpu" in (getattr(config.trainer, "device", None), chosen_platform()):
+            importlib.import_module("zorro_verl.cpu_runtime.run").prepare_run(config)
+        if getattr(actor, "strategy", None) == STRATEGY:
+            check_verl(ENGINE, TRAINER)
+        original(config)
+
+    auto_set_device.wrapped_by_zorro = True
+    device_module.auto_set_device = auto_set_device
+
+
+def chosen_platform() -> str:
+    """The platform that the environment names, as verl reads it; empty when verl is to find out by itself."""
+    return os.environ.get("VERL_PLATFORM", "").strip().lower()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValueError):
+        return str(error)
+    return (
+        f"strategy={STRATEGY} could not be registered with verl ({type(error).__name__}: {error}); "
+        "the warning at import has the traceback"
+    )
+
+
+def install() -> None:
+    """Leave the callbacks. Calling it again, after a reload or by verl's second discovery route, changes nothing."""
+    after_import("verl.workers.engine", register_engine)
+    after_import(TRAINER, wrap_trainer)
+    after_import("verl.utils.device", wrap_auto_set_device)
+    if chosen_platform() == "cpu":
+        importlib.import_module("zorro_verl.cpu_runtime.hooks").install()
+
+
+try:
+    install()
+except Exception:
+    logger.warning("zorro-verl could not install itself; verl goes on without it", exc_info=True)
