@@ -119,7 +119,9 @@ def _reports(worker_group: Any, name: str) -> Iterator[list[ShareCounts]]:
     @functools.wraps(method)
     def reporting(*args, **kwargs):
         output = method(*args, **kwargs)
-        metrics = output.extra_info.get("metrics") if hasattr(output, "extra_info") else output["metrics"]
+        metrics = (output.extra_info or {}).get("metrics") if hasattr(output, "extra_info") else output["metrics"]
+        # A scoring call's metrics come once per rank, each already gathered over all of them.
+        metrics = metrics[0] if isinstance(metrics, list) else metrics
         counts = ShareCounts.pop_from(metrics) if metrics else None
         if counts is not None:
             reports.append(counts)

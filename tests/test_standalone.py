@@ -1,0 +1,261 @@
+"""The stand-alone actor: one process, a plain model, the seed's calls."""
+
+import copy
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tiny import batch_b0, gradients, padded_batch, per_row, shuffled, tiny_model, worst_gradient
+
+from zorro_verl.actor import DeduplicatedActor
+
+FLOAT64 = 5e-6
+FLOAT32 = 2e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_model(dtype=torch.float32).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def rows():
+    return shuffled(batch_b0(), 1)
+
+
+def make_actor(folder, **options):
+    return DeduplicatedActor(model_name_or_path=folder, device="cpu", **options)
+
+
+def training_batch(rows, seed=0, **widths):
+    batch = padded_batch(rows, **widths)
+    g = torch.Generator().manual_seed(seed)
+    shape = batch["responses"].shape
+    batch["old_log_probs"] = -4 + 0.3 * torch.randn(shape, generator=g)
+    batch["advantages"] = torch.randn(shape, generator=g)
+    return batch
+
+
+@pytest.mark.parametrize("dtype", ["float64", torch.float32])
+@pytest.mark.parametrize("mode", ["none", "compute", "memory"])
+def test_forward_equals_rows(folder, rows, dtype, mode):
+    actor = make_actor(folder, dtype=dtype, logits_optimization=mode, attn_implementation="eager")
+    output = actor.forward(padded_batch(rows), temperature=0.7, calculate_entropy=True)
+    plain = tiny_model(dtype=actor.model.dtype)
+    log_probs, entropies = per_row(plain, rows, 0.7)
+    lens = [len(r) for _, r in rows]
+    tolerance = FLOAT64 if dtype == "float64" else FLOAT32
+    assert output.logprobs.dtype == output.entropy.dtype == plain.dtype
+    for row, (a, b, c, d) in enumerate(
+        zip(output.logprobs.split(lens), log_probs, output.entropy.split(lens), entropies, strict=True)
+    ):
+        assert len(a) == lens[row]
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=0, msg=lambda m, row=row: f"row {row}: {m}")
+        torch.testing.assert_close(c, d, atol=tolerance, rtol=0, msg=lambda m, row=row: f"row {row}: {m}")
+    assert actor.forward(padded_batch(rows)).entropy is None
+
+
+def test_stats_count_the_last_call(folder, rows):
+    actor = make_actor(folder)
+    actor.forward(padded_batch(rows))
+    assert actor.stats == {
+        "tokens_total": 79,
+        "tokens_packed": 48,
+        "token_ratio": 79 / 48,
+        "groups": 3,
+        "groups_split": 0,
+        "fallback": {"group_cut": 0, "multimodal": 0},
+    }
+    actor.forward(padded_batch(rows[:1]))
+    assert actor.stats["groups"] == 1
+
+
+def test_padding_carries_no_meaning(folder, rows):
+    actor = make_actor(folder)
+    expected = actor.forward(padded_batch(rows)).logprobs
+    for widths in ({"prompt_width": 20}, {"response_width": 15}, {"pad": 7}):
+        assert torch.equal(actor.forward(padded_batch(rows, **widths)).logprobs, expected), widths
+
+
+def test_temperature_per_row(folder, rows):
+    actor = make_actor(folder, dtype="float64")
+    temperatures = torch.tensor([0.5, 2.0, 1.0, 0.7, 1.3, 0.9, 1.1, 0.6], dtype=torch.float64)
+    got = actor.forward(padded_batch(rows), temperature=temperatures).logprobs
+    expected = torch.cat(per_row(tiny_model(), rows, temperatures.tolist())[0])
+    torch.testing.assert_close(got, expected, atol=FLOAT64, rtol=0)
+
+
+def expected_loss(plain, rows, batch, response_mask, config):
+    """verl's own vanilla loss on log-probs of the unpatched model, one row at a time."""
+    from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+
+    width = batch["responses"].shape[1]
+    log_probs = [torch.nn.functional.pad(x, (0, width - len(x))) for x in per_row(plain, rows)[0]]
+    config = copy.copy(config)
+    object.__setattr__(
+        config,
+        "global_batch_info",
+        {"dp_size": 1, "batch_num_tokens": int(response_mask.sum()), "global_batch_size": len(rows)},
+    )
+    loss, metrics = compute_policy_loss_vanilla(
+        old_log_prob=batch["old_log_probs"],
+        log_prob=torch.stack(log_probs),
+        advantages=batch["advantages"],
+        response_mask=response_mask,
+        loss_agg_mode="token-mean",
+        config=config,
+    )
+    return loss
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_policy_loss_and_gradients(folder, rows, masked):
+    actor = make_actor(folder, dtype="float64")
+    actor.model.train()
+    batch = training_batch(rows)
+    mask = batch["attention_mask"][:, -batch["responses"].shape[1] :].clone()
+    if masked:
+        mask[:, 1] = 0  # a token written by a tool: context, not loss
+        batch["response_mask"] = mask
+    plain = tiny_model()
+    loss = expected_loss(plain, rows, batch, mask, actor.actor_config)
+    (loss / 4).backward()
+    metrics = actor.compute_policy_loss_and_backward(batch, gradient_accumulation=4)
+    assert type(metrics["actor/policy_loss"]) is float
+    assert metrics["actor/policy_loss"] == pytest.approx(float(loss), abs=FLOAT64)
+    assert worst_gradient(gradients(plain), gradients(actor.model)) <= FLOAT64
+    once = gradients(actor.model)
+    actor.compute_policy_loss_and_backward(batch, gradient_accumulation=4)
+    assert worst_gradient({k: 2 * g for k, g in once.items()}, gradients(actor.model)) <= FLOAT64
+
+
+def test_options_of_verls_loss_pass_through(folder, rows):
+    from verl.workers.config import FSDPActorConfig
+
+    config = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_kl_loss=True, kl_loss_coef=0.5
+    )
+    before = copy.deepcopy(vars(config))
+    actor = make_actor(folder, actor_config=config)
+    batch = training_batch(rows)
+    with pytest.raises(ValueError, match="ref_log_prob"):
+        actor.compute_policy_loss_and_backward(batch)
+    batch["ref_log_prob"] = batch["old_log_probs"] - 0.5
+    metrics = actor.compute_policy_loss_and_backward(batch)
+    assert metrics["kl_loss"] > 0
+    assert metrics["actor/policy_loss"] == pytest.approx(metrics["actor/pg_loss"] + 0.5 * metrics["kl_loss"], abs=1e-6)
+    assert vars(config) == before
+
+
+def test_no_token_in_the_loss(folder, rows):
+    actor = make_actor(folder)
+    batch = training_batch(rows)
+    batch["response_mask"] = torch.zeros_like(batch["responses"])
+    assert actor.compute_policy_loss_and_backward(batch)["actor/policy_loss"] == 0
+    grads = gradients(actor.model)
+    assert grads.keys() == dict(actor.model.named_parameters()).keys()
+    assert all(not g.any() for g in grads.values())
+
+
+def test_a_batch_of_empty_responses(folder, rows):
+    actor = make_actor(folder)
+    empty = [(p, r[:0]) for p, r in rows]
+    assert actor.forward(padded_batch(empty), calculate_entropy=True).logprobs.shape == (0,)
+    assert actor.compute_policy_loss_and_backward(training_batch(empty))["actor/policy_loss"] == 0
+
+
+def test_tensordict_and_dataproto_are_batches(folder, rows):
+    from verl import DataProto
+
+    actor = make_actor(folder)
+    batch = padded_batch(rows)
+    expected = actor.forward(batch).logprobs
+    assert torch.equal(actor.forward(TensorDict(batch, batch_size=len(rows))).logprobs, expected)
+    assert torch.equal(actor.forward(DataProto.from_single_dict(batch)).logprobs, expected)
+
+
+def test_grad_mode_is_the_callers(folder, rows):
+    actor = make_actor(folder)
+    assert actor.forward(padded_batch(rows)).logprobs.requires_grad
+    with torch.no_grad():
+        assert not actor.forward(padded_batch(rows)).logprobs.requires_grad
+
+
+def test_bfloat16_gives_float32_as_close_to_the_truth_as_the_plain_model(folder, rows):
+    actor = make_actor(folder, dtype="bfloat16")
+    got = actor.forward(padded_batch(rows)).logprobs
+    assert got.dtype == torch.float32
+    truth = torch.cat(per_row(tiny_model(dtype=torch.bfloat16).double(), rows)[0])
+    plain = torch.cat(per_row(tiny_model(dtype=torch.bfloat16), rows)[0])
+    rms = lambda x: float((x.double() - truth).pow(2).mean().sqrt())  # noqa: E731
+    assert rms(got) <= 1.5 * rms(plain)
+
+
+def test_it_leaves_the_process_alone(folder, rows):
+    actor = make_actor(folder)
+    assert not torch.distributed.is_initialized()
+    assert type(actor.model).__name__ == "Qwen3ForCausalLM"
+    assert all(type(p) is torch.nn.Parameter for p in actor.model.parameters())
+
+
+def test_the_model_is_a_plain_one_for_other_calls(folder, rows):
+    actor = make_actor(folder)
+    actor.forward(padded_batch(rows))
+    plain = tiny_model(dtype=torch.float32)
+    ids = rows[0][0][None]
+    torch.testing.assert_close(actor.model(ids).logits, plain(ids).logits)
+    assert torch.equal(
+        actor.model.generate(ids, max_new_tokens=4, do_sample=False),
+        plain.generate(ids, max_new_tokens=4, do_sample=False),
+    )
+
+
+@pytest.mark.parametrize("name", ["train_batch", "infer_batch", "initialize", "save_checkpoint", "train_mode"])
+def test_engine_methods_name_the_verl_way(folder, name):
+    with pytest.raises(RuntimeError, match=f"{name}.*strategy=zorro"):
+        getattr(make_actor(folder), name)()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b: b.pop("responses"), "responses"),
+        (lambda b: b.pop("attention_mask"), "attention_mask"),
+        (lambda b: b.update(input_ids=b["input_ids"].float()), "input_ids"),
+        (lambda b: b.update(position_ids=b["position_ids"][:, 1:]), "position_ids"),
+        (lambda b: b.update(attention_mask=b["attention_mask"][:, 1:]), "attention_mask"),
+        (lambda b: b.update(responses=b["input_ids"]), "responses"),
+        (lambda b: b["attention_mask"].zero_(), "prompt"),
+        (lambda b: b["attention_mask"][2, :7].zero_(), r"row\(s\) \[2\]"),
+        (lambda b: b.pop("old_log_probs"), "old_log_probs"),
+        (lambda b: b.pop("advantages"), "advantages"),
+        (lambda b: b.update(advantages=b["advantages"][:, 1:]), "advantages"),
+    ],
+)
+def test_bad_batches_are_named(folder, rows, change, message):
+    actor = make_actor(folder)
+    batch = training_batch(rows, prompt_width=7)
+    change(batch)
+    with pytest.raises(ValueError, match=message):
+        actor.compute_policy_loss_and_backward(batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logits_optimization": "fast"}, "logits_optimization"),
+        ({"attn_implementation": "flash"}, "attn_implementation"),
+        ({"attn_implementation": "flash_attention_2"}, "cuda"),
+        ({"dtype": "float33"}, "dtype"),
+    ],
+)
+def test_bad_options_are_named(folder, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_actor(folder, **options)
+
+
+def test_temperature_of_another_length(folder, rows):
+    with pytest.raises(ValueError, match="temperature"):
+        make_actor(folder).forward(padded_batch(rows), temperature=torch.ones(3))

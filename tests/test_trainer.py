@@ -1,0 +1,50 @@
+"""verl's own trainer on the CPU with ``actor.strategy=zorro``: Ray, FSDP2 over gloo, a reference policy, validation."""
+
+import pytest
+from tiny_run import logged_steps, make_material, overrides, run_trainer
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+COUNTS = ("tokens_total", "tokens_packed", "groups", "groups_split", "fallback/group_cut", "fallback/multimodal")
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    return make_material(tmp_path_factory.mktemp("material"))
+
+
+def test_one_override_trains_with_whole_groups(material):
+    """Two ranks, two mini-batches a step, dynamic micro-batches, checkpointing, validation, a checkpoint at the end."""
+    arguments = [
+        *overrides(material, "zorro"),
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=192",
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=192",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
+        "trainer.test_freq=2",
+        "trainer.save_freq=2",
+        f"trainer.default_local_dir={material}/checkpoints",
+    ]
+    code, output = run_trainer(arguments, material, timeout=360)
+    assert code == 0, output[-4000:]
+    steps = [step for step in logged_steps(output) if "zorro/token_ratio" in step]
+    assert len(steps) == 2, output[-4000:]
+    for step in steps:
+        assert all(f"zorro/{name}" in step for name in COUNTS)
+        assert step["zorro/groups"] == 4
+        assert step["zorro/groups_split"] == step["zorro/fallback/group_cut"] == step["zorro/skipped_steps"] == 0
+        assert step["zorro/token_ratio"] == step["zorro/tokens_total"] / step["zorro/tokens_packed"]
+        for name in ("zorro/token_ratio_best", "zorro/old_log_prob/token_ratio", "zorro/ref/token_ratio"):
+            assert step["zorro/token_ratio"] == pytest.approx(step[name]), name
+        assert step["zorro/token_ratio"] > 1.5
+        assert not any(name.startswith("actor/zorro") for name in step)
+        # The rollout server is a plain model: had the engine scored other tokens, these would part.
+        assert step["training/rollout_probs_diff_max"] < 1e-5
+    assert steps[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert steps[0]["actor/grad_norm"] > 0
+    assert any("val-core" in name or "val-aux" in name for step in logged_steps(output) for name in step)
+    assert (material / "checkpoints" / "global_step_2" / "actor").is_dir()
