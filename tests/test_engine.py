@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import shuffled, tiny_model, tokens, verl_batch
+from tiny import jagged, shuffled, tiny_model, tokens, verl_batch, worst_gradient
 
 TOLERANCE = 2e-5
 
@@ -57,12 +57,12 @@ def build_engine(path, strategy, checkpointing=False, forward_only=False, model=
     return engine
 
 
-def ppo_loss_function():
+def ppo_loss_function(**options):
     from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
 
     config = FSDPActorConfig(
-        strategy="fsdp2", rollout_n=4, ppo_micro_batch_size_per_gpu=2, entropy_coeff=0.01, use_kl_loss=True
+        strategy="fsdp2", rollout_n=4, ppo_micro_batch_size_per_gpu=2, entropy_coeff=0.01, use_kl_loss=True, **options
     )
     return partial(ppo_loss, config=config)
 
@@ -155,3 +155,162 @@ def checkpoint(tmp_path_factory):
 )
 def test_zorro_equals_stock(checkpoint, world_size, checkpointing, settings):
     run_ranks(compare_engines, world_size, checkpoint, world_size, checkpointing, settings)
+
+
+def fewer_groups_on_one_rank(rank, path):
+    """Rank 0 holds one group of eight, rank 1 eight prompts: their own micro-batch counts would differ."""
+    g = torch.Generator().manual_seed(11)
+    shared, others = tokens(20, g), [tokens(20, g) for _ in range(8)]
+    rows = [(shared if rank == 0 else others[i], tokens(4, g)) for i in range(8)]
+    settings = {"max_token_len_per_gpu": 60, "global_batch_size": 16}
+    stock, zorro = build_engine(path, "fsdp2"), build_engine(path, "zorro")
+    grads = []
+    with stock.train_mode(), zorro.train_mode():
+        for engine in (stock, zorro):
+            data = verl_batch(rows, seed=rank, use_remove_padding=False, **settings)
+            output = engine.forward_backward_batch(data, ppo_loss_function())
+            grads.append(full_gradients(engine))
+    assert worst_gradient(*grads) <= TOLERANCE
+    return len(output["loss"]), output["metrics"]["zorro/pieces"]
+
+
+def test_ranks_agree_on_the_micro_batch_count(checkpoint):
+    (count, pieces), (other_count, _) = run_ranks(fewer_groups_on_one_rank, 2, checkpoint)
+    assert count == other_count >= 4
+    assert len(pieces) == count, "the one group of rank 0 was cut as often as rank 1 needed, and counted"
+
+
+def data_error_on_one_rank(rank, path):
+    g = torch.Generator().manual_seed(rank)
+    rows = [(tokens(5, g), tokens(4, g)) for _ in range(4)]
+    if rank == 1:
+        rows[2] = (rows[2][0][:0], rows[2][1])
+    engine = build_engine(path, "zorro")
+    with engine.train_mode(), pytest.raises(ValueError, match=r"row\(s\) \[2\].*rank 1"):
+        engine.forward_backward_batch(verl_batch(rows, global_batch_size=8), ppo_loss_function())
+    good = [(tokens(5, g), tokens(4, g)) for _ in range(4)]
+    with engine.train_mode():
+        engine.forward_backward_batch(verl_batch(good, global_batch_size=8), ppo_loss_function())
+
+
+def test_a_data_error_is_raised_on_every_rank(checkpoint):
+    run_ranks(data_error_on_one_rank, 2, checkpoint)
+
+
+def odd_batches(rank, path):
+    """One engine, one odd batch after the other, each against the stock engine."""
+    g = torch.Generator().manual_seed(1)
+    stock, zorro = build_engine(path, "fsdp2"), build_engine(path, "zorro")
+    prompt, alone = tokens(7, g), tokens(3, g)
+    rows = [(prompt, tokens(n, g)) for n in (5, 1, 3)] + [(alone, tokens(4, g))]
+
+    def compare(name, change=lambda data: None, these=rows, loss=None, **settings):
+        grads, outputs = [], []
+        with stock.train_mode(), zorro.train_mode():
+            for engine in (stock, zorro):
+                data = verl_batch(these, use_remove_padding=False, **settings)
+                change(data)
+                engine.optimizer_zero_grad()
+                outputs.append(engine.forward_backward_batch(data, ppo_loss_function(**loss or {})))
+                grads.append(full_gradients(engine))
+        assert sum(outputs[0]["loss"]) == pytest.approx(sum(outputs[1]["loss"]), abs=TOLERANCE), name
+        assert worst_gradient(*grads) <= TOLERANCE, name
+
+    def tool_tokens(data):
+        mask = jagged([torch.tensor([1, 0, 0, 1, 1]), torch.tensor([1]), torch.tensor([0, 1, 1]), torch.ones(4).long()])
+        data["response_mask"] = data["loss_mask"] = mask
+
+    compare("tool tokens out of the loss", tool_tokens)
+    compare("a temperature per row", temperature=torch.tensor([0.5, 2.0, 1.0, 0.7]))
+    compare("every row alone", these=[(tokens(n, g), tokens(3, g)) for n in (4, 2, 9)])
+    compare("one row", these=rows[:1])
+    compare("one prompt token, one response token", these=[(prompt[:1], tokens(1, g)) for _ in range(3)])
+    compare("identical rows", these=[rows[0]] * 3 + [rows[1]])
+    for mode in ("token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
+        loss = {"loss_agg_mode": mode, "loss_scale_factor": 16}
+        compare(f"{mode}, groups cut over micro-batches", loss=loss, max_token_len_per_gpu=14)
+
+    with zorro.eval_mode():
+        for change, message in (
+            ({"pop": "responses"}, "responses"),
+            ({"distillation_use_topk": True}, "distillation"),
+            ({"calculate_sum_pi_squared": True}, "calculate_sum_pi_squared"),
+            ({"max_token_len_per_gpu": 11}, "ppo_max_token_len_per_gpu.*12 tokens"),
+        ):
+            pop = change.pop("pop", None)
+            data = verl_batch(rows, **change)
+            if pop:
+                data.pop(pop)
+            with pytest.raises(ValueError, match=message):
+                zorro.infer_batch(data)
+
+    before = {name: p.full_tensor().clone() for name, p in zorro.module.named_parameters()}
+    with zorro.train_mode():
+        data = verl_batch(rows)
+        data["advantages"] = jagged([x * torch.nan for x in data["advantages"].unbind()])
+        output = zorro.train_batch(data, ppo_loss_function())
+    assert output["metrics"]["zorro/skipped_steps"] == [1]
+    assert all(torch.equal(before[name], p.full_tensor()) for name, p in zorro.module.named_parameters())
+
+
+def test_odd_batches_equal_stock(checkpoint):
+    run_ranks(odd_batches, 1, checkpoint)
+
+
+def refused_at_start(rank, path):
+    from zorro_verl.options import ZorroOptions
+
+    for settings, message in (
+        ({"engine": {"ulysses_sequence_parallel_size": 2}}, "ulysses_sequence_parallel_size"),
+        ({"engine": {"pad_to_length": True}}, "pad_to_length"),
+        ({"model": {"use_fused_kernels": True}}, "use_fused_kernels"),
+        ({"model": {"use_liger": True}}, "use_liger"),
+        ({"zorro": ZorroOptions(base_strategy="fsdp")}, "base_strategy.*fsdp2"),
+        ({"zorro": ZorroOptions(attn_implementation="flash_attention_2")}, "flash_attention_2.*cuda"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_engine(path, "zorro", **settings)
+
+
+def test_what_cannot_be_shared_is_refused_at_start(checkpoint):
+    run_ranks(refused_at_start, 1, checkpoint)
+
+
+def test_another_model_type_is_refused_at_start(tmp_path):
+    tiny_model("gpt_neox", dtype=torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(AssertionError, match="model_type: expected one of .*got 'gpt_neox'.*strategy=fsdp2"):
+        run_ranks(build_engine_of, 1, str(tmp_path))
+
+
+def build_engine_of(rank, path):
+    build_engine(path, "zorro")
+
+
+def lora_equals_stock(rank, path):
+    """Adapter-only gradients, and the reference's log-probs with the adapter switched off."""
+    engines = [build_engine(path, strategy, model={"lora_rank": 4}) for strategy in ("fsdp2", "zorro")]
+    g = torch.Generator().manual_seed(2)
+    prompt = tokens(9, g)
+    rows = [(prompt, tokens(n, g)) for n in (4, 2, 6)]
+    grads, scored = [], []
+    for engine in engines:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, p in engine.module.named_parameters():
+                if "lora_" in name:  # B starts at zero, A at random
+                    p.copy_(torch.distributed.tensor.distribute_tensor(torch.randn(p.shape), p.device_mesh))
+        with engine.eval_mode(), engine.disable_adapter():
+            data = verl_batch(rows, use_remove_padding=False)
+            scored.append(responses(engine.infer_batch(data)["model_output"]["log_probs"], data))
+        with engine.train_mode():
+            engine.forward_backward_batch(verl_batch(rows, use_remove_padding=False), ppo_loss_function())
+            grads.append(full_gradients(engine))
+    for a, b in zip(*scored, strict=True):
+        assert (a - b).abs().max() <= TOLERANCE
+    assert grads[0]
+    assert all("lora_" in name for name in grads[0])
+    assert worst_gradient(*grads) <= TOLERANCE
+
+
+def test_lora_equals_stock(checkpoint):
+    run_ranks(lora_equals_stock, 1, checkpoint)
