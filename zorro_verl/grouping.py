@@ -69,10 +69,9 @@ class Rows:
                 f"attention_mask: expected the shape of input_ids {tuple(input_ids.shape)}, "
                 f"got {tuple(attention_mask.shape)}"
             )
-        if position_ids.shape[0] != input_ids.shape[0] or position_ids.shape[-1] != input_ids.shape[1]:
-            raise ValueError(
-                f"position_ids: expected (B, S) = {tuple(input_ids.shape)}, got {tuple(position_ids.shape)}"
-            )
+        shape = tuple(position_ids.shape)
+        if len(shape) not in (2, 3) or (shape[0], shape[-1]) != tuple(input_ids.shape):
+            raise ValueError(f"position_ids: expected (B, S) = {tuple(input_ids.shape)} or (B, A, S), got {shape}")
         if position_ids.is_floating_point() or position_ids.is_complex():
             raise ValueError(f"position_ids: expected an integer tensor, got {position_ids.dtype}")
         if not 1 <= response_length < input_ids.shape[1]:

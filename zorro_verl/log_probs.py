@@ -71,8 +71,8 @@ class _FromLogits(torch.autograd.Function):
     def forward(ctx, logits, labels, inverse, calculate_entropy, rows):
         ctx.set_materialize_grads(False)
         stats = [
-            _statistics(logits[i : i + rows], labels[i : i + rows], inverse[i : i + rows], calculate_entropy)
-            for i in range(0, max(1, logits.shape[0]), rows)
+            _statistics(logits[part], labels[part], _of(inverse, part), calculate_entropy)
+            for part in _chunks(logits.shape[0], rows)
         ]
         log_probs, entropy, lse = (torch.cat(column) for column in zip(*stats, strict=True))
         ctx.save_for_backward(logits, labels, inverse, lse, entropy)
@@ -83,12 +83,16 @@ class _FromLogits(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropy):
         logits, labels, inverse, lse, entropy = ctx.saved_tensors
-        grad = torch.empty_like(logits)
-        for i in range(0, logits.shape[0], ctx.rows):
-            part = slice(i, i + ctx.rows)
-            grad[part] = _logits_grad(
-                logits[part], labels[part], inverse[part], lse[part], entropy, grad_log_probs, grad_entropy, part
+        parts = _chunks(logits.shape[0], ctx.rows)
+        grad = torch.empty_like(logits) if len(parts) > 1 else None
+        for part in parts:
+            piece = _logits_grad(
+                logits[part], labels[part], _of(inverse, part), lse[part], entropy, grad_log_probs, grad_entropy, part
             )
+            if grad is None:
+                grad = piece.to(logits.dtype)
+            else:
+                grad[part] = piece
         return grad, None, None, None, None
 
 
@@ -98,9 +102,9 @@ class _FromHidden(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.rows = rows = _rows_per_chunk(weight.shape[0])
         stats = []
-        for i in range(0, max(1, hidden.shape[0]), rows):
-            logits = torch.nn.functional.linear(hidden[i : i + rows], weight, bias)
-            stats.append(_statistics(logits, labels[i : i + rows], inverse[i : i + rows], calculate_entropy))
+        for part in _chunks(hidden.shape[0], rows):
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            stats.append(_statistics(logits, labels[part], _of(inverse, part), calculate_entropy))
         log_probs, entropy, lse = (torch.cat(column) for column in zip(*stats, strict=True))
         ctx.save_for_backward(hidden, weight, bias, labels, inverse, lse, entropy)
         return log_probs, entropy
@@ -113,11 +117,10 @@ class _FromHidden(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if need_bias else None
-        for i in range(0, hidden.shape[0], ctx.rows):
-            part = slice(i, i + ctx.rows)
+        for part in _chunks(hidden.shape[0], ctx.rows):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
             grad = _logits_grad(
-                logits, labels[part], inverse[part], lse[part], entropy, grad_log_probs, grad_entropy, part
+                logits, labels[part], _of(inverse, part), lse[part], entropy, grad_log_probs, grad_entropy, part
             ).to(weight.dtype)
             if need_hidden:
                 grad_hidden[part] = grad @ weight
@@ -130,22 +133,21 @@ class _FromHidden(torch.autograd.Function):
 
 
 def _statistics(
-    logits: Tensor, labels: Tensor, inverse: Tensor, calculate_entropy: bool
+    logits: Tensor, labels: Tensor, inverse: Tensor | None, calculate_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob, entropy (zero-length when not asked for) and log-sum-exp of each row."""
-    z = logits.to(inverse.dtype) * inverse[:, None]
-    lse = z.logsumexp(-1)
-    log_probs = z.gather(-1, labels[:, None])[:, 0] - lse
-    if not calculate_entropy:
-        return log_probs, lse[:0], lse
-    log_p = z.sub_(lse[:, None])
-    return log_probs, -(log_p.exp() * log_p).sum(-1), lse
+    z = _scaled(logits, inverse)
+    log_p = z.log_softmax(-1)
+    log_probs = log_p.gather(-1, labels[:, None])[:, 0]
+    lse = z.gather(-1, labels[:, None])[:, 0] - log_probs
+    entropy = -(log_p.exp() * log_p).sum(-1) if calculate_entropy else lse[:0]
+    return log_probs, entropy, lse
 
 
 def _logits_grad(
     logits: Tensor,
     labels: Tensor,
-    inverse: Tensor,
+    inverse: Tensor | None,
     lse: Tensor,
     entropy: Tensor,
     grad_log_probs: Tensor | None,
@@ -153,29 +155,51 @@ def _logits_grad(
     part: slice,
 ) -> Tensor:
     """``(rows, V)`` gradient of the logits in float32; the formulas stand in the module's docstring."""
-    log_p = (logits.to(inverse.dtype) * inverse[:, None]).sub_(lse[:, None])
-    p = log_p.exp()
+    if grad_log_probs is None and grad_entropy is None:
+        return torch.zeros_like(logits)
+    log_p = _scaled(logits, inverse) - lse[:, None]
     if grad_entropy is None:
-        grad = p.mul_(-grad_log_probs[part, None])
+        grad = log_p.exp_().mul_(-grad_log_probs[part, None])
     else:
+        p = log_p.exp()
         grad = log_p.add_(entropy[part, None]).mul_(p).mul_(-grad_entropy[part, None])
         if grad_log_probs is not None:
             grad.addcmul_(p, grad_log_probs[part, None], value=-1.0)
     if grad_log_probs is not None:
         grad.scatter_add_(-1, labels[:, None], grad_log_probs[part, None])
-    return grad.mul_(inverse[:, None])
+    return grad if inverse is None else grad.mul_(inverse[:, None])
 
 
-def _inverse_temperature(temperature: float | Tensor, like: Tensor) -> Tensor:
-    """``(R,)`` in the dtype of the statistics."""
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    temperature = torch.as_tensor(temperature, dtype=dtype, device=like.device)
+def _scaled(logits: Tensor, inverse: Tensor | None) -> Tensor:
+    """Logits over temperature in the dtype of the statistics; the logits themselves where that is what they are."""
+    logits = logits.to(_statistics_dtype(logits))
+    return logits if inverse is None else logits * inverse[:, None]
+
+
+def _inverse_temperature(temperature: float | Tensor, like: Tensor) -> Tensor | None:
+    """``(R,)`` in the dtype of the statistics; None for the number 1, which costs no pass over the logits."""
+    if not isinstance(temperature, Tensor) and temperature == 1:
+        return None
+    temperature = torch.as_tensor(temperature, dtype=_statistics_dtype(like), device=like.device)
     if temperature.dim() > 1 or temperature.numel() not in (1, like.shape[0]):
         raise ValueError(
             f"temperature: expected a float or one value per scored token ({like.shape[0]}), "
             f"got shape {tuple(temperature.shape)}"
         )
     return temperature.clamp(min=MIN_TEMPERATURE).reciprocal().expand(like.shape[0])
+
+
+def _statistics_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _chunks(rows: int, per_chunk: int) -> list[slice]:
+    """At least one, so that an empty batch has statistics too."""
+    return [slice(i, i + per_chunk) for i in range(0, max(1, rows), per_chunk)]
+
+
+def _of(values: Tensor | None, part: slice) -> Tensor | None:
+    return None if values is None else values[part]
 
 
 def _rows_per_chunk(vocabulary: int) -> int:

@@ -56,6 +56,8 @@ class SharedPrompt:
             raise ValueError(
                 f"logits_optimization: expected one of {LOGITS_OPTIMIZATIONS}, got {logits_optimization!r}"
             )
+        if labels.shape != plan.label_index.shape:
+            raise ValueError(f"labels: expected {tuple(plan.label_index.shape)}, got {tuple(labels.shape)}")
         self.plan = plan
         self.labels = labels
         self.temperature = temperature
@@ -135,18 +137,23 @@ class SeamForward:
         finally:
             config._attn_implementation = ATTENTION_NAME
 
-    def _shared(
-        self,
-        zorro: SharedPrompt,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        attention_mask: None = None,
-        use_cache: bool = False,
-    ) -> dict[str, Tensor]:
-        """``input_ids`` ``(1, T)`` packed by the plan -> ``log_probs`` (and ``entropy``) ``(R,)``."""
+    def _shared(self, zorro: SharedPrompt, input_ids: Tensor, position_ids: Tensor, **others: Any) -> dict[str, Tensor]:
+        """``input_ids`` ``(1, T)`` packed by the plan -> ``log_probs`` (and ``entropy``) ``(R,)``.
+
+        Wrappers such as PEFT's hand on every argument of a stock forward, unset ones as None.
+        """
         model, plan = self.model, zorro.plan
-        if attention_mask is not None or use_cache:
-            raise ValueError("a call with zorro= takes no attention_mask and no cache: the plan says what is seen")
+        asked = [name for name, value in others.items() if value is not None and value is not False]
+        if asked:
+            raise ValueError(
+                f"a call with zorro= takes input_ids and position_ids, got {', '.join(asked)} too: the plan says what "
+                "is seen, and only log-probs and entropy come out"
+            )
+        if model.config._attn_implementation != ATTENTION_NAME:
+            raise ValueError(
+                f"attn_implementation: expected the seam's, got {model.config._attn_implementation!r}, set later; "
+                "choose with zorro_verl.models.install(model, attn_implementation=...)"
+            )
         if input_ids.shape != (1, plan.num_tokens):
             raise ValueError(f"input_ids: expected (1, {plan.num_tokens}) packed tokens, got {tuple(input_ids.shape)}")
         check_training(model.config, model.training)

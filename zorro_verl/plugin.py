@@ -139,6 +139,9 @@ def wrap_auto_set_device(device_module: ModuleType) -> None:
             importlib.import_module("zorro_verl.cpu_runtime.run").prepare_run(config)
         if getattr(actor, "strategy", None) == STRATEGY:
             check_verl(ENGINE, TRAINER)
+            run_config = importlib.import_module("zorro_verl.verl_config")
+            run_config.check_model(config)
+            run_config.share_options_with_reference(config)
         original(config)
 
     auto_set_device.wrapped_by_zorro = True

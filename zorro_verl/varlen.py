@@ -35,47 +35,54 @@ class CpuKernels:
     """torch's flash attention for CPUs, one call per query block: float64, float32 and bfloat16."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
+        if not call.blocks:
+            return torch.empty_like(q), q.new_empty(q.shape[1], 0, dtype=_lse_dtype(q))
         outs, lses = [], []
         for q0, q1, k0, k1 in call.blocks:
-            queries = q[q0:q1].transpose(0, 1)[None]
+            queries = _heads_first(q, q0, q1)
             if k0 == k1:
                 out = torch.zeros_like(queries)
                 lse = torch.full(queries.shape[:3], -torch.inf, dtype=_lse_dtype(q), device=q.device)
             else:
                 out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    queries,
-                    k[k0:k1].transpose(0, 1)[None],
-                    v[k0:k1].transpose(0, 1)[None],
-                    0.0,
-                    call.causal,
-                    scale=scale,
+                    queries, _heads_first(k, k0, k1), _heads_first(v, k0, k1), 0.0, call.causal, scale=scale
                 )
             outs.append(out[0].transpose(0, 1))
             lses.append(lse[0])
-        return torch.cat(outs), torch.cat(lses, 1)
+        return _join(outs, 0), _join(lses, 1)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: VarlenCall, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        if not call.blocks or not k.shape[0]:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dqs, dks, dvs = [], [], []
+        keys = 0
         for q0, q1, k0, k1 in call.blocks:
+            if k0 > keys:  # keys in between that no query looks at
+                dks.append(torch.zeros_like(k[keys:k0]))
+                dvs.append(torch.zeros_like(v[keys:k0]))
+            keys = k1
             if k0 == k1:
+                dqs.append(torch.zeros_like(q[q0:q1]))
                 continue
-            dq_block, dk_block, dv_block = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad[q0:q1].transpose(0, 1)[None],
-                q[q0:q1].transpose(0, 1)[None],
-                k[k0:k1].transpose(0, 1)[None],
-                v[k0:k1].transpose(0, 1)[None],
-                out[q0:q1].transpose(0, 1)[None],
+            gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _heads_first(grad, q0, q1),
+                _heads_first(q, q0, q1),
+                _heads_first(k, k0, k1),
+                _heads_first(v, k0, k1),
+                _heads_first(out, q0, q1),
                 lse[:, q0:q1].contiguous()[None],
                 0.0,
                 call.causal,
                 scale=scale,
             )
-            dq[q0:q1] = dq_block[0].transpose(0, 1)
-            dk[k0:k1] = dk_block[0].transpose(0, 1)
-            dv[k0:k1] = dv_block[0].transpose(0, 1)
-        return dq, dk, dv
+            for pieces, gradient in zip((dqs, dks, dvs), gradients, strict=True):
+                pieces.append(gradient[0].transpose(0, 1))
+        if keys < k.shape[0] or not dks:
+            dks.append(torch.zeros_like(k[keys:]))
+            dvs.append(torch.zeros_like(v[keys:]))
+        return _join(dqs or [torch.zeros_like(q)], 0), _join(dks, 0), _join(dvs, 0)
 
 
 class TorchVarlenKernels:
@@ -170,6 +177,15 @@ class FlashAttention2Kernels:
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
+
+
+def _heads_first(x: Tensor, start: int, end: int) -> Tensor:
+    """``(1, heads, end - start, D)`` view of ``(tokens, heads, D)``."""
+    return x[start:end].transpose(0, 1)[None]
+
+
+def _join(pieces: list[Tensor], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

@@ -1,11 +1,16 @@
-"""The config dataclass behind the Hydra group ``actor@actor_rollout_ref.actor=zorro_actor``."""
+"""A run's config: the dataclass behind the group ``zorro_actor``, and what is checked before verl starts Ray."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
+from omegaconf import DictConfig, OmegaConf, open_dict
+from transformers import AutoConfig
+from verl.utils.model import update_model_config
 from verl.workers.config import FSDPActorConfig
 
+from zorro_verl.models import check_supported, check_training, check_window, sliding_window
 from zorro_verl.options import ZorroOptions
 
 
@@ -19,3 +24,32 @@ class ZorroActorConfig(FSDPActorConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self.engine, "zorro", self.zorro)
+
+
+def share_options_with_reference(config: DictConfig) -> None:
+    """Give the reference policy the actor's options: verl's ``ref`` section has no place for any.
+
+    Args:
+        config: the run's whole config, changed in place before verl hands it to its workers.
+    """
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    if "zorro" in actor and ref.strategy == "zorro":
+        with open_dict(ref):
+            ref._target_ = actor._target_
+            ref.zorro = actor.zorro
+
+
+def check_model(config: DictConfig) -> None:
+    """Refuse an unsupported model while nothing has been started yet, and with the longest row that the run allows.
+
+    Only where the checkpoint is a folder of this machine; the workers check every model when they have it.
+    """
+    model = config.actor_rollout_ref.model
+    if not os.path.isdir(model.path):
+        return
+    hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.get("trust_remote_code", False))
+    override = OmegaConf.to_container(model.get("override_config") or OmegaConf.create({}))
+    update_model_config(hf_config, override.get("model_config", override))
+    check_supported(hf_config)
+    check_training(hf_config, training=True)
+    check_window(sliding_window(hf_config), config.data.max_prompt_length + config.data.max_response_length)

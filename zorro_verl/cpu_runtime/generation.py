@@ -1,18 +1,16 @@
-"""Sampling over Hugging Face `generate`: one prefill for each distinct prompt, one row of random numbers per request.
+"""Generation with a Hugging Face model: prompts are computed once, siblings decode side by side, draws are seeded.
 
 No Ray and no verl in here: what `PromptSharingGenerator.generate` draws for a request is a function of the weights and
-of that request.
+of that request. Greedy it is the model's own `generate`, which knows neither a shared prompt nor a seed per row.
 """
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import (
     DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     TemperatureLogitsWarper,
@@ -22,9 +20,6 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from zorro_verl.cpu_runtime.seeding import request_seed, uniforms
-
-# A prompt's keys and values, layer by layer: (kv_heads, tokens, head_dim) each. Empty for a prompt of one token.
-PromptState = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -39,12 +34,6 @@ class Sampling:
     @classmethod
     def from_verl(cls, params: Mapping) -> "Sampling":
         """From the sampling parameters of verl's agent loop; one that cannot be honoured is a ValueError."""
-        sampling = cls(
-            temperature=float(params.get("temperature", 1.0)),
-            top_p=float(params.get("top_p", 1.0)),
-            top_k=int(params.get("top_k", -1)),
-            ignore_eos=bool(params.get("ignore_eos", False)),
-        )
         known = {"temperature", "top_p", "top_k", "ignore_eos", "repetition_penalty", "logprobs", "seed"}
         known |= {"max_tokens", "max_new_tokens"}
         unknown = sorted(set(params) - known)
@@ -55,22 +44,26 @@ class Sampling:
                 "rollout.name=hf samples from the policy itself: repetition_penalty must be 1.0, "
                 f"got {params['repetition_penalty']}"
             )
+        sampling = cls(
+            temperature=float(params.get("temperature", 1.0)),
+            top_p=float(params.get("top_p", 1.0)),
+            top_k=int(params.get("top_k", -1)),
+            ignore_eos=bool(params.get("ignore_eos", False)),
+        )
         if sampling.temperature < 0:
             raise ValueError(f"rollout.temperature must be 0 (greedy) or positive, got {sampling.temperature}")
         if not 0 < sampling.top_p <= 1:
             raise ValueError(f"rollout.top_p must be in (0, 1], got {sampling.top_p}")
         return sampling
 
-    def warpers(self) -> list[LogitsProcessor]:
+    def warpers(self) -> LogitsProcessorList:
         """What turns logits into those of the distribution that is drawn from."""
-        if self.temperature == 0:
-            return []
-        warpers = []
-        if self.temperature != 1:
+        warpers = LogitsProcessorList()
+        if self.temperature not in (0, 1):
             warpers.append(TemperatureLogitsWarper(self.temperature))
-        if self.top_k > 0:
+        if self.temperature and self.top_k > 0:
             warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
+        if self.temperature and self.top_p < 1:
             warpers.append(TopPLogitsWarper(self.top_p))
         return warpers
 
@@ -99,44 +92,26 @@ class Completion:
     log_probs: list[float]
 
 
-class SeededDraw(LogitsProcessor):
-    """Chooses every row's token from the row's own random numbers and leaves it as the only possible one.
+@dataclass(frozen=True)
+class PromptState:
+    """What is kept of a prompt: keys and values, (kv_heads, tokens, head_dim) a layer, and the logits after it."""
 
-    A draw inverts the cumulative distribution at one number in [0, 1), so that a token depends on nothing but the row's
-    distribution and its number. `generate` then takes the maximum, which is the choice.
-    """
-
-    def __init__(self, numbers: torch.Tensor | None):
-        self._numbers = numbers  # (rows, steps); None is greedy
-        self.log_probs: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        log_probs = scores.float().log_softmax(-1)
-        if self._numbers is None:
-            chosen = log_probs.argmax(-1, keepdim=True)
-        else:
-            cumulative = log_probs.double().exp().cumsum(-1)
-            step = len(self.log_probs)
-            threshold = self._numbers[:, step : step + 1] * cumulative[:, -1:]
-            # The first token whose cumulative probability exceeds the number: never one of probability zero.
-            chosen = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=scores.shape[-1] - 1)
-        self.log_probs.append(log_probs.gather(-1, chosen))
-        return torch.full_like(scores, float("-inf")).scatter_(-1, chosen, 0.0)
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    logits: torch.Tensor
 
 
 class PromptSharingGenerator:
     """Generates for batches of requests; the state of a prompt is computed once and kept until the weights change.
 
-    A prompt's first tokens, all but the last, are prefilled alone and without padding: its state does not depend on its
-    neighbours. `kept_tokens` bounds the prompts that are kept from one batch to the next.
+    A prompt is computed alone and without padding, so its state does not depend on its neighbours. Then each row of the
+    batch is a prompt, and its siblings are the row's columns: in every step the model gets (prompts, siblings) tokens,
+    with a mask under which a column sees the row's prompt and its own tokens. Keys and values of a prompt are never
+    copied for its siblings. `kept_tokens` bounds the prompts that are kept from one batch to the next.
     """
 
-    def __init__(self, model: PreTrainedModel, end_tokens: Sequence[int], pad_token: int, kept_tokens: int):
+    def __init__(self, model: PreTrainedModel, end_tokens: Sequence[int], kept_tokens: int):
         self._model = model.eval()
-        # A checkpoint's own generation settings (top_k and so on) would be mixed into every call.
-        self._model.generation_config = GenerationConfig()
-        self._end_tokens = sorted(set(end_tokens))
-        self._pad_token = pad_token
+        self._end_tokens = torch.tensor(sorted(set(end_tokens)), dtype=torch.long)
         self._kept_tokens = kept_tokens
         self._states: OrderedDict[tuple[int, ...], PromptState] = OrderedDict()
 
@@ -151,60 +126,47 @@ class PromptSharingGenerator:
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete the requests, in their order. Those that sample alike run together."""
-        by_sampling: dict[Sampling, list[int]] = {}
+        alike: dict[Sampling, list[int]] = {}
         for index, request in enumerate(requests):
-            by_sampling.setdefault(request.sampling, []).append(index)
+            alike.setdefault(request.sampling, []).append(index)
         completions: dict[int, Completion] = {}
-        for sampling, indices in by_sampling.items():
+        for sampling, indices in alike.items():
             batch = [requests[index] for index in indices]
             completions.update(zip(indices, self._generate_alike(sampling, batch), strict=True))
         return [completions[index] for index in range(len(requests))]
 
     def _generate_alike(self, sampling: Sampling, batch: Sequence[Request]) -> list[Completion]:
-        prompts = [request.prompt for request in batch]
-        width = max(map(len, prompts))
-        steps = max(request.max_tokens for request in batch)
-        draw = SeededDraw(None if sampling.temperature == 0 else _numbers(batch, steps))
-        output = self._model.generate(
-            torch.tensor([[self._pad_token] * (width - len(prompt)) + list(prompt) for prompt in prompts]),
-            attention_mask=torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
-            past_key_values=self._batch_cache(prompts, width - 1),
-            logits_processor=LogitsProcessorList([*sampling.warpers(), draw]),
-            generation_config=GenerationConfig(
-                do_sample=False,
-                max_new_tokens=steps,
-                eos_token_id=None if sampling.ignore_eos else self._end_tokens,
-                pad_token_id=self._pad_token,
-            ),
-        )
-        tokens = output[:, width:].tolist()
-        log_probs = torch.cat(draw.log_probs, dim=1).tolist()
-        ends = set() if sampling.ignore_eos else set(self._end_tokens)
-        lengths = [_length(row, request.max_tokens, ends) for row, request in zip(tokens, batch, strict=True)]
-        return [
-            Completion(row[:length], row_log_probs[:length])
-            for row, row_log_probs, length in zip(tokens, log_probs, lengths, strict=True)
-        ]
-
-    def _batch_cache(self, prompts: Sequence[tuple[int, ...]], width: int) -> DynamicCache | None:
-        """The prompts' states side by side, padded on the left to `width`; None where no prompt has one."""
-        if width == 0:
-            return None
-        distinct = {prompt: self._state(prompt) for prompt in dict.fromkeys(prompts)}
+        states = {request.prompt: self._state(request.prompt) for request in batch}
         self._drop_oldest()
-        row_of = {prompt: row for row, prompt in enumerate(distinct)}
-        rows = torch.tensor([row_of[prompt] for prompt in prompts])
-        first = next(state for state in distinct.values() if state)
-        layers = []
-        for layer, (key, value) in enumerate(first):
-            keys = key.new_zeros(len(distinct), key.shape[0], width, key.shape[2])
-            values = value.new_zeros(len(distinct), value.shape[0], width, value.shape[2])
-            for row, state in enumerate(distinct.values()):
-                if state:
-                    start = width - state[layer][0].shape[1]
-                    keys[row, :, start:], values[row, :, start:] = state[layer]
-            layers.append((keys[rows], values[rows]))
-        return DynamicCache(layers, config=self._model.config)
+        row, column = _places(batch)
+        limits = torch.tensor([request.max_tokens for request in batch])
+        numbers = None
+        if sampling.temperature:
+            seeds = [request_seed(request.seed, request.prompt) for request in batch]
+            numbers = torch.stack([uniforms(seed, int(limits.max())) for seed in seeds])
+        ends = self._end_tokens[:0] if sampling.ignore_eos else self._end_tokens
+        warpers = sampling.warpers()
+
+        step_model = _SiblingSteps(self._model, list(states.values()), siblings=int(column.max()) + 1)
+        logits = torch.stack([state.logits for state in states.values()])[row]
+        lengths = torch.zeros_like(limits)
+        running = torch.ones_like(limits, dtype=torch.bool)
+        tokens, log_probs = [], []
+        while True:
+            chosen, log_prob = draw(warpers(None, logits.float()), None if numbers is None else numbers[:, len(tokens)])
+            tokens.append(chosen)
+            log_probs.append(log_prob)
+            lengths += running
+            running &= (lengths < limits) & ~torch.isin(chosen, ends)
+            if not running.any():
+                break
+            logits = step_model(chosen, row, column)
+        return [
+            Completion(row_tokens[:length], row_log_probs[:length])
+            for row_tokens, row_log_probs, length in zip(
+                torch.stack(tokens, 1).tolist(), torch.stack(log_probs, 1).tolist(), lengths.tolist(), strict=True
+            )
+        ]
 
     def _state(self, prompt: tuple[int, ...]) -> PromptState:
         if prompt not in self._states:
@@ -214,9 +176,9 @@ class PromptSharingGenerator:
                     "rollout.name=hf shares the keys and values of full attention layers, but "
                     f"{self._model.config.model_type} has layers of another kind: choose another rollout.name"
                 )
-            if len(prompt) > 1:
-                self._model(torch.tensor([prompt[:-1]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-            self._states[prompt] = [(layer.keys[0], layer.values[0]) for layer in cache.layers if layer.is_initialized]
+            output = self._model(torch.tensor([prompt]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            layers = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+            self._states[prompt] = PromptState(layers, output.logits[0, -1])
         self._states.move_to_end(prompt)
         return self._states[prompt]
 
@@ -227,9 +189,83 @@ class PromptSharingGenerator:
             total -= len(prompt)
 
 
-def _numbers(batch: Sequence[Request], steps: int) -> torch.Tensor:
-    return torch.stack([uniforms(request_seed(request.seed, request.prompt), steps) for request in batch])
+class _SiblingSteps:
+    """Runs the model on one token of every sibling of every prompt, and remembers what they have said so far."""
+
+    def __init__(self, model: PreTrainedModel, states: Sequence[PromptState], siblings: int):
+        lengths = torch.tensor([state.layers[0][0].shape[1] for state in states])
+        width = int(lengths.max())
+        self._model = model
+        self._cache = DynamicCache(
+            [(_padded(keys, width), _padded(values, width)) for keys, values in _by_layer(states)], config=model.config
+        )
+        self._positions = lengths[:, None].repeat(1, siblings)
+        sees_prompt = torch.arange(width) < lengths[:, None]
+        self._mask = _additive(sees_prompt[:, None, None].expand(-1, 1, siblings, -1), model.dtype)
+        # Each step adds one column a sibling; a sibling sees its own.
+        own = torch.eye(siblings, dtype=torch.bool).expand(len(states), 1, siblings, siblings)
+        self._own = _additive(own, model.dtype)
+
+    def __call__(self, chosen: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        """The next logits of the requests at (row, column), whose last token is `chosen`."""
+        tokens = torch.zeros_like(self._positions)  # a place without a request computes something that nobody reads
+        tokens[row, column] = chosen
+        self._mask = torch.cat([self._mask, self._own], -1)
+        output = self._model(
+            tokens,
+            attention_mask=self._mask,
+            position_ids=self._positions,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._positions = self._positions + 1
+        return output.logits[row, column]
 
 
-def _length(tokens: Sequence[int], limit: int, ends: set[int]) -> int:
-    return next((index + 1 for index, token in enumerate(tokens[:limit]) if token in ends), min(limit, len(tokens)))
+def draw(logits: torch.Tensor, numbers: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a row and its log-probability: the likeliest, or the one at which the row's number in [0, 1) falls.
+
+    The number is looked up in the cumulative distribution, so that a token depends on nothing but the row's own
+    distribution and number.
+    """
+    log_probs = logits.log_softmax(-1)
+    if numbers is None:
+        chosen = log_probs.argmax(-1, keepdim=True)
+    else:
+        cumulative = log_probs.double().exp().cumsum(-1)
+        # The first token whose cumulative probability exceeds the number: never one of probability zero.
+        chosen = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)
+        chosen.clamp_(max=logits.shape[-1] - 1)
+    return chosen[:, 0], log_probs.gather(-1, chosen)[:, 0]
+
+
+def _places(batch: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row of each request's prompt, prompts by first appearance, and the request's place among its siblings."""
+    rows: dict[tuple[int, ...], int] = {}
+    siblings: Counter[tuple[int, ...]] = Counter()
+    places = []
+    for request in batch:
+        places.append((rows.setdefault(request.prompt, len(rows)), siblings[request.prompt]))
+        siblings[request.prompt] += 1
+    row, column = torch.tensor(places).unbind(1)
+    return row, column
+
+
+def _by_layer(states: Sequence[PromptState]) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    for layer in zip(*(state.layers for state in states), strict=True):
+        keys, values = zip(*layer, strict=True)
+        yield keys, values
+
+
+def _padded(states: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """(kv_heads, tokens, head_dim) of each prompt side by side, zeros after the last token."""
+    heads, _, head_dim = states[0].shape
+    batch = states[0].new_zeros(len(states), heads, width, head_dim)
+    for row, state in enumerate(states):
+        batch[row, :, : state.shape[1]] = state
+    return batch
+
+
+def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mask in the form that every attention implementation of Hugging Face adds to its scores."""
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)

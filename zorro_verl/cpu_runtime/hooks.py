@@ -7,7 +7,10 @@
 | `utils.model.load_valuehead_model` | the config's attention | verl asks for flash_attention_2 in any case |
 | `workers.engine` | the stock engine `fsdp2` | verl registers it for cuda and npu only |
 | `workers.rollout.base`, `workers.rollout.replica` | rollout "hf" | verl's server engines need an accelerator |
+| `workers.rollout.llm_server` | requests named by prompt | siblings share a server, and the prompt's keys and values |
 | `experimental.agent_loop.agent_loop` | a seed for every request | verl names requests at random |
+
+The last two do nothing for another `rollout.name`.
 """
 
 from types import ModuleType
@@ -19,9 +22,11 @@ def install() -> None:
     """Leave the callbacks; calling it again changes nothing."""
     after_import("verl.plugin.platform.platform_manager", register_platform)
     after_import("verl.utils.distributed", use_gloo_once)
+    after_import("verl.utils.model", load_value_head_as_configured)
     after_import("verl.workers.engine", register_stock_engines)
     after_import("verl.workers.rollout.base", register_adapter)
     after_import("verl.workers.rollout.replica", register_replica)
+    after_import("verl.workers.rollout.llm_server", route_by_prompt)
     after_import("verl.experimental.agent_loop.agent_loop", seed_requests)
 
 
@@ -41,6 +46,12 @@ def use_gloo_once(distributed: ModuleType) -> None:
     use_gloo_once(distributed)
 
 
+def load_value_head_as_configured(model_utils: ModuleType) -> None:
+    from zorro_verl.cpu_runtime.stock import load_value_head_as_configured
+
+    load_value_head_as_configured(model_utils)
+
+
 def register_stock_engines(engine: ModuleType) -> None:
     from zorro_verl.cpu_runtime.stock import register_stock_engines
 
@@ -58,6 +69,12 @@ def register_replica(rollout_replica: ModuleType) -> None:
         return HFReplica
 
     rollout_replica.RolloutReplicaRegistry.register("hf", load)
+
+
+def route_by_prompt(llm_server: ModuleType) -> None:
+    from zorro_verl.cpu_runtime.routing import route_by_prompt
+
+    route_by_prompt(llm_server)
 
 
 def seed_requests(agent_loop: ModuleType) -> None:

@@ -1,7 +1,6 @@
 """The rollout server: collects requests into batches, generates in a thread, takes new weights between batches."""
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
 from zorro_verl.cpu_runtime.generation import Completion, PromptSharingGenerator, Request, Sampling
-from zorro_verl.cpu_runtime.seeding import rollout_seed
+from zorro_verl.cpu_runtime.seeding import request_seed, rollout_seed
 from zorro_verl.cpu_runtime.weights import load_weights
 
 logger = logging.getLogger(__name__)
@@ -30,6 +29,14 @@ class _Waiting:
 
     request: Request
     answer: asyncio.Future
+
+    def succeed(self, output: TokenOutput) -> None:
+        if not self.answer.done():  # given up by the caller
+            self.answer.set_result(output)
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 class HFServer:
@@ -66,17 +73,10 @@ class HFServer:
         await self._admitting.wait()
         waiting = _Waiting(self._request(prompt_ids, sampling_params), asyncio.get_running_loop().create_future())
         self._queue.put_nowait(waiting)
-        completion: Completion | None = await waiting.answer
-        extra = {"global_steps": self._weights_version}
-        if completion is None:
-            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=extra)
-        return TokenOutput(
-            token_ids=completion.token_ids,
-            log_probs=completion.log_probs if sampling_params.get("logprobs") else None,
-            stop_reason="completed",
-            num_preempted=0,
-            extra_fields=extra,
-        )
+        output: TokenOutput = await waiting.answer
+        if not sampling_params.get("logprobs"):
+            output.log_probs = None
+        return output
 
     async def load_weights(self, weights: Mapping[str, torch.Tensor], global_steps: int | None) -> None:
         """Take the actor's weights; every prompt's kept state goes."""
@@ -94,9 +94,9 @@ class HFServer:
         """Answer what waits with "aborted" and hold what comes until `resume_generation`; a running batch finishes."""
         self._admitting.clear()
         while not self._queue.empty():
-            self._queue.get_nowait().answer.set_result(None)
+            self._queue.get_nowait().succeed(self._output(Completion([], []), "aborted"))
         async with self._weights_lock:
-            pass
+            return
 
     async def resume_generation(self) -> None:
         self._admitting.set()
@@ -122,7 +122,7 @@ class HFServer:
         prompt = tuple(int(token) for token in prompt_ids)
         seed = params.get("seed")
         if seed is None:
-            key = hashlib.blake2b(str(prompt).encode()).digest()
+            key = request_seed(0, prompt)
             seed = rollout_seed(self._config.seed, self._replica_rank, self._weights_version, self._arrivals[key])
             self._arrivals[key] += 1
         return Request(prompt, self._max_tokens(prompt, params), seed, Sampling.from_verl(params))
@@ -161,11 +161,20 @@ class HFServer:
             completions = await asyncio.to_thread(self._generator.generate, requests)
         except Exception as error:
             for waiting in batch:
-                waiting.answer.set_exception(error)
+                waiting.fail(error)
             return
         logger.debug("%d requests in %.3f s", len(batch), time.perf_counter() - started)
         for waiting, completion in zip(batch, completions, strict=True):
-            waiting.answer.set_result(completion)
+            waiting.succeed(self._output(completion, "completed"))
+
+    def _output(self, completion: Completion, stop_reason: str) -> TokenOutput:
+        return TokenOutput(
+            token_ids=completion.token_ids,
+            log_probs=completion.log_probs,
+            stop_reason=stop_reason,
+            num_preempted=0,
+            extra_fields={"global_steps": self._weights_version},
+        )
 
 
 def _build_generator(config: RolloutConfig, model_config: HFModelConfig) -> PromptSharingGenerator:
@@ -183,5 +192,4 @@ def _build_generator(config: RolloutConfig, model_config: HFModelConfig) -> Prom
     configured = getattr(model_config.generation_config, "eos_token_id", None)
     ends.update(configured if isinstance(configured, list) else [configured])
     ends.discard(None)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0)
-    return PromptSharingGenerator(model, sorted(ends), pad, kept_tokens=config.max_num_batched_tokens)
+    return PromptSharingGenerator(model, sorted(ends), kept_tokens=config.max_num_batched_tokens)

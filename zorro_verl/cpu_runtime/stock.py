@@ -1,9 +1,10 @@
-"""verl's own FSDP2 engine on the CPU: registration, and the two calls in it that assume an accelerator."""
+"""verl's own FSDP2 engine on the CPU: registration, and the three calls around it that assume an accelerator."""
 
 import functools
 from types import ModuleType
 
 from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import AutoModelForTokenClassification
 
 from zorro_verl.refusal import refusing_engine
 
@@ -35,6 +36,21 @@ def register_stock_engines(engine: ModuleType) -> None:
         for backend, registered in (("fsdp2", engine_class), ("fsdp", refusal)):
             if "cpu" not in backends[backend]:
                 engine.EngineRegistry.register(model_type, backend, device="cpu")(registered)
+
+
+def load_value_head_as_configured(model_utils: ModuleType) -> None:
+    """Load a critic with the attention of its config: verl asks for flash_attention_2, which has no CPU kernel."""
+
+    def load_valuehead_model(local_path, torch_dtype, model_config, trust_remote_code):
+        return AutoModelForTokenClassification.from_pretrained(
+            local_path,
+            dtype=torch_dtype,
+            config=model_config,
+            attn_implementation=model_config._attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+
+    model_utils.load_valuehead_model = load_valuehead_model
 
 
 def use_gloo_once(distributed: ModuleType) -> None:
