@@ -139,7 +139,7 @@ def _statistics(
     z = _scaled(logits, inverse)
     log_p = z.log_softmax(-1)
     log_probs = log_p.gather(-1, labels[:, None])[:, 0]
-    lse = z.gather(-1, labels[:, None])[:, 0] - log_probs
+    lse = z.amax(-1) - log_p.amax(-1)  # of the likeliest token, where no digits are lost however cold it is
     entropy = -(log_p.exp() * log_p).sum(-1) if calculate_entropy else lse[:0]
     return log_probs, entropy, lse
 
