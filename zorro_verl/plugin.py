@@ -7,6 +7,7 @@ leaves callbacks for the moment when verl's own modules have been executed. What
 |---|---|---|
 | `workers.engine` | every worker | `zorro_verl.actor` registers the engine for backend "zorro" |
 | `trainer.ppo.v1.trainer_base.PPOTrainer` | task runner | `zorro_verl.trainer` keeps groups whole, adds metrics |
+| `trainer.ppo.ray_trainer.RayPPOTrainer` | task runner | the same for `trainer.use_v1=False` |
 | `utils.device.auto_set_device` | driver | sees the config before Ray starts: early errors, `trainer.device=cpu` |
 
 With `trainer.device=cpu` or `VERL_PLATFORM=cpu`, and only then, `zorro_verl.cpu_runtime.hooks` adds its own.
@@ -31,6 +32,7 @@ DEVICES = ("cuda", "npu", "cpu")
 
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
+LEGACY_TRAINER = "verl.trainer.ppo.ray_trainer"
 
 
 class Signature(NamedTuple):
@@ -62,6 +64,10 @@ SIGNATURES = (
     Signature(TRAINER, "PPOTrainer", "_compute_old_log_prob", ("batch", "metrics")),
     Signature(TRAINER, "PPOTrainer", "_compute_ref_log_prob", ("batch", "metrics")),
     Signature(TRAINER, "PPOTrainer", "_update_actor", ("batch", "metrics")),
+    Signature(
+        LEGACY_TRAINER, "RayPPOTrainer", "_balance_batch", ("batch", "metrics", "logging_prefix", "keep_minibatch")
+    ),
+    Signature(LEGACY_TRAINER, "RayPPOTrainer", "_update_actor", ("batch",)),
 )
 
 
@@ -117,11 +123,20 @@ def register_engine(engine_module: ModuleType) -> None:
 
 def wrap_trainer(trainer_module: ModuleType) -> None:
     """Wrap verl's trainer, or let it raise why it could not be wrapped when its config asks for `strategy=zorro`."""
+    _wrap_trainer(trainer_module, TRAINER, "PPOTrainer", "wrap_ppo_trainer")
+
+
+def wrap_legacy_trainer(trainer_module: ModuleType) -> None:
+    """The same for the trainer behind `trainer.use_v1=False`."""
+    _wrap_trainer(trainer_module, LEGACY_TRAINER, "RayPPOTrainer", "wrap_legacy_trainer")
+
+
+def _wrap_trainer(trainer_module: ModuleType, name: str, trainer: str, wrap: str) -> None:
     try:
-        check_verl(TRAINER)
-        importlib.import_module("zorro_verl.trainer").wrap_ppo_trainer(trainer_module)
+        check_verl(name)
+        getattr(importlib.import_module("zorro_verl.trainer"), wrap)(trainer_module)
     except Exception as error:
-        refuse_trainer(trainer_module.PPOTrainer, STRATEGY, _reason(error))
+        refuse_trainer(getattr(trainer_module, trainer), STRATEGY, _reason(error))
         raise
 
 
@@ -166,6 +181,7 @@ def install() -> None:
     """Leave the callbacks. Calling it again, after a reload or by verl's second discovery route, changes nothing."""
     after_import("verl.workers.engine", register_engine)
     after_import(TRAINER, wrap_trainer)
+    after_import(LEGACY_TRAINER, wrap_legacy_trainer)
     after_import("verl.utils.device", wrap_auto_set_device)
     if chosen_platform() == "cpu":
         importlib.import_module("zorro_verl.cpu_runtime.hooks").install()

@@ -1,4 +1,4 @@
-"""The wraps of verl's V1 trainer for ``strategy=zorro``: groups are placed whole, and the step's log says what it gave.
+"""The wraps of verl's trainers for ``strategy=zorro``: groups are placed whole, and the step's log says what it gave.
 
 Each is inert for any other strategy:
 
@@ -19,19 +19,32 @@ from typing import Any
 import torch
 
 from zorro_verl.batching import place_groups
-from zorro_verl.grouping import Rows, find_prompt_groups, first_rows
+from zorro_verl.grouping import Rows, exclusive_cumsum, find_prompt_groups, first_rows
 from zorro_verl.metrics import ShareCounts
 
 
 def wrap_ppo_trainer(module: ModuleType) -> None:
     """Wrap ``PPOTrainer`` of ``verl.trainer.ppo.v1.trainer_base``. A second call changes nothing."""
-    trainer = module.PPOTrainer
-    for name, wrap in (
-        ("_balance_batch", functools.partial(_balance_batch, module)),
-        ("_update_actor", _update_actor),
-        ("_compute_old_log_prob", _compute_old_log_prob),
-        ("_compute_ref_log_prob", _compute_ref_log_prob),
-    ):
+    _wrap(
+        module.PPOTrainer,
+        _balance_batch=functools.partial(_balance_batch, module),
+        _update_actor=_update_actor,
+        _compute_old_log_prob=_compute_old_log_prob,
+        _compute_ref_log_prob=_compute_ref_log_prob,
+    )
+
+
+def wrap_legacy_trainer(module: ModuleType) -> None:
+    """Wrap ``RayPPOTrainer`` of ``verl.trainer.ppo.ray_trainer``, which runs with ``trainer.use_v1=False``."""
+    _wrap(
+        module.RayPPOTrainer,
+        _balance_batch=functools.partial(_legacy_balance_batch, module),
+        _update_actor=_legacy_update_actor,
+    )
+
+
+def _wrap(trainer: type, **wraps: Callable) -> None:
+    for name, wrap in wraps.items():
         original = getattr(trainer, name)
         if not hasattr(original, "wrapped_by_zorro"):
             setattr(trainer, name, _only_for_zorro(original, wrap))
@@ -58,28 +71,61 @@ def _balance_batch(
     keep_minibatch: bool = False,
 ) -> Any:
     batch = original(self, batch, metrics, logging_prefix, keep_minibatch)
-    prompts = module.tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["prompts"])
-    prompts = prompts["prompts"]
-    lens = prompts.offsets().diff()
-    # Placement needs the prompts' tokens only; positions are looked at where rows are packed.
-    groups = find_prompt_groups(Rows(prompts.values(), torch.zeros_like(prompts.values()), prompts.offsets(), lens))
-    prompt_lens = lens.tolist()
-    seq_lens = [tag["seq_len"] for tag in batch.tags]
-    response_lens = [seq - prompt for seq, prompt in zip(seq_lens, prompt_lens, strict=True)]
-
-    actor = self.config.actor_rollout_ref.actor
+    fields = module.tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["prompts"])
+    prompts, seq_lens = fields["prompts"], [tag["seq_len"] for tag in batch.tags]
     num_ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-    mini_batch_rows = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-    num_mini_batches = max(1, len(batch) // mini_batch_rows) if len(batch) % mini_batch_rows == 0 else 1
+    rows = _prompt_rows(prompts.values(), prompts.offsets())
+    batch.reorder(_group_order(module, self.config, rows, seq_lens, num_ranks, metrics, logging_prefix))
+    return batch
+
+
+def _legacy_balance_batch(
+    module: ModuleType,
+    original: Callable,
+    self: Any,
+    batch: Any,
+    metrics: dict,
+    logging_prefix: str = "global_seqlen",
+    keep_minibatch: bool = False,
+) -> None:
+    original(self, batch, metrics, logging_prefix, keep_minibatch)
+    prompts, mask = batch.batch["prompts"], batch.batch["attention_mask"]
+    valid = mask[:, : prompts.shape[1]].bool()
+    rows = _prompt_rows(prompts[valid], exclusive_cumsum(valid.sum(1)))
+    num_ranks = self._get_dp_size(self.actor_rollout_wg, "actor")
+    seq_lens = mask.sum(1).tolist()
+    order = _group_order(module, self.config, rows, seq_lens, num_ranks, metrics, logging_prefix)
+    batch.reorder(torch.tensor(order))
+
+
+def _prompt_rows(tokens: torch.Tensor, cu_seqlens: torch.Tensor) -> Rows:
+    # Placement looks at tokens only; where rows are packed, positions count too.
+    return Rows(tokens, torch.zeros_like(tokens), cu_seqlens, cu_seqlens.diff())
+
+
+def _group_order(
+    module: ModuleType,
+    config: Any,
+    prompts: Rows,
+    seq_lens: list[int],
+    num_ranks: int,
+    metrics: dict,
+    logging_prefix: str,
+) -> list[int]:
+    """The order of the rows in which verl's equal chunks hold whole groups; its balance goes into ``metrics``."""
+    groups = find_prompt_groups(prompts)
+    prompt_lens = prompts.prompt_lens.tolist()
+    response_lens = [seq - prompt for seq, prompt in zip(seq_lens, prompt_lens, strict=True)]
+    mini_batch_rows = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    num_mini_batches = len(seq_lens) // mini_batch_rows if len(seq_lens) % mini_batch_rows == 0 else 1
     order = place_groups(groups.tolist(), prompt_lens, response_lens, num_ranks, num_mini_batches)
-    batch.reorder(order)
 
     per_rank = len(order) // num_ranks
     partitions = [order[i : i + per_rank] for i in range(0, len(order), per_rank)]
     metrics.update(module.log_seqlen_unbalance(seqlen_list=seq_lens, partitions=partitions, prefix=logging_prefix))
     shared = sum(prompt_lens[row] for row in first_rows(groups).tolist()) + sum(response_lens)
     metrics["zorro/token_ratio_best"] = sum(seq_lens) / max(1, shared)
-    return batch
+    return order
 
 
 def _update_actor(original: Callable, self: Any, batch: Any, metrics: dict) -> Any:
@@ -88,6 +134,14 @@ def _update_actor(original: Callable, self: Any, batch: Any, metrics: dict) -> A
     for counts in reports:
         metrics.update(counts.step_metrics(self.config.actor_rollout_ref.actor.ppo_epochs))
     return batch
+
+
+def _legacy_update_actor(original: Callable, self: Any, batch: Any) -> Any:
+    with _reports(self.actor_rollout_wg, "update_actor") as reports:
+        output = original(self, batch)
+    for counts in reports:
+        output.meta_info["metrics"].update(counts.step_metrics(self.config.actor_rollout_ref.actor.ppo_epochs))
+    return output
 
 
 def _compute_old_log_prob(original: Callable, self: Any, batch: Any, metrics: dict) -> Any:
