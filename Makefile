@@ -1,0 +1,44 @@
+# Everything runs in .venv, which every target makes or mends first: `make help` lists the targets.
+
+# The first Python that the lock file covers. Name another with `make PYTHON=/path/to/python3.11`.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$python && break; done)
+VENV_PYTHON := .venv/bin/python
+
+# Several processes share the cores (Ray, one process a rank): one thread each is fastest, and repeatable.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help setup test test-fast lint format bench demo clean
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: ## Make or mend .venv from requirements/cpu.lock.txt
+	@python="$(PYTHON)"; if [ -z "$$python" ]; then \
+		echo "found no Python 3.11 or 3.12, which the lock file is for: make PYTHON=/path/to/python3.11"; exit 1; fi; \
+	"$$python" scripts/setup_cpu.py
+
+test: setup ## Run every test (ARGS="-k name" is passed to pytest)
+	$(VENV_PYTHON) -m pytest $(ARGS)
+
+test-fast: setup ## Run the tests that start no Ray cluster
+	$(VENV_PYTHON) -m pytest -m "not ray" $(ARGS)
+
+lint: setup ## Check style and formatting
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+
+format: setup ## Fix style and formatting
+	$(VENV_PYTHON) -m ruff check --fix .
+	$(VENV_PYTHON) -m ruff format .
+
+bench: setup ## Measure forward + backward against the plain model (ARGS="--check --json out.json")
+	$(VENV_PYTHON) scripts/bench_cpu.py $(ARGS)
+
+demo: setup ## Train with veRL's own trainer, shared prompts against stock (STEPS=30, BASELINE=0, DEMO_OUT=folder)
+	$(VENV_PYTHON) scripts/demo/run.py $(ARGS)
+
+clean: ## Remove caches, builds and outputs; .venv stays
+	rm -rf build dist outputs demo-out .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find zorro_verl configs tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,246 @@
+"""Where rows go: groups whole wherever they fit, every row exactly once, budgets and cell sizes kept."""
+
+import random
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zorro_verl.batching import packed_tokens, packed_work, place_groups, rows_by_group, split_micro_batches
+
+hypothesis_settings = partial(settings, deadline=None, derandomize=True, database=None)
+
+# Groups of ragged size, ``(prompt length, response lengths)``, and a seed that shuffles their rows.
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 30), st.lists(st.integers(0, 20), min_size=1, max_size=6)), min_size=1, max_size=6
+)
+SEED = st.integers(0, 1000)
+
+
+def batch_of(groups, seed=None):
+    """Group index, prompt lengths and response lengths of the rows of these groups, shuffled by a seed."""
+    rows = [(g, p, r) for g, (p, responses) in enumerate(groups) for r in responses]
+    if seed is not None:
+        random.Random(seed).shuffle(rows)
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def tokens_of(batch, rows):
+    """Packed tokens of some rows: each of their prompts once, and their responses."""
+    group_index, prompt_lens, response_lens = batch
+    prompts = {group_index[r]: prompt_lens[r] for r in rows}
+    return sum(prompts.values()) + sum(response_lens[r] for r in rows)
+
+
+def pieces_of(batch, batches):
+    """How many micro-batches each group occurs in."""
+    return [sum(any(r in rows for r in b) for b in batches) for rows in rows_by_group(batch[0])]
+
+
+def test_rows_by_group():
+    assert rows_by_group([7, -3, 7, 7, 5, -3]) == [[0, 2, 3], [1, 5], [4]]
+
+
+def test_packed_tokens_and_work():
+    assert packed_tokens(5, [2, 0, 3]) == 10
+    # One response: as verl counts a row of 7, in its own units.
+    assert packed_work(5, [2]) == 24576 * 7 + 7**2
+    # The prompt's share once, and twice the pairs of each response with the prompt and with itself.
+    assert packed_work(5, [2, 3]) == 24576 * 10 + 5**2 + (2 * 5 * 2 + 2**2) + (2 * 5 * 3 + 3**2)
+
+
+def test_work_is_in_verls_units():
+    import torch
+    from verl.utils.seqlen_balancing import calculate_workload
+
+    for prompt, response in ((5, 2), (400, 30), (1, 0)):
+        assert packed_work(prompt, [response]) == int(calculate_workload(torch.tensor([prompt + response]))[0])
+
+
+# Micro-batches.
+
+
+def test_one_micro_batch_when_all_fits():
+    batch = batch_of([(5, [2, 3]), (4, [1, 1, 1])], seed=0)
+    assert split_micro_batches(*batch, budget=17) == [[0, 1, 2, 3, 4]]
+
+
+def test_groups_stay_whole_when_they_fit():
+    """Interleaved groups of 10 packed tokens each under a budget of two groups."""
+    batch = batch_of([(4, [2, 2, 2])] * 6, seed=3)
+    batches = split_micro_batches(*batch, budget=20)
+    assert pieces_of(batch, batches) == [1] * 6
+    assert [tokens_of(batch, b) for b in batches] == [20, 20, 20]
+
+
+def test_the_budget_counts_packed_tokens():
+    """Eight rows of 110 tokens are 880, and 180 packed: one micro-batch under a budget of 180, not five."""
+    batch = batch_of([(100, [10] * 8)])
+    assert split_micro_batches(*batch, budget=180) == [list(range(8))]
+    assert pieces_of(batch, split_micro_batches(*batch, budget=179)) == [2]
+
+
+def test_a_group_over_the_budget_is_cut_and_its_prompt_repeated():
+    batch = batch_of([(10, [5] * 7), (6, [1, 1])], seed=1)
+    batches = split_micro_batches(*batch, budget=25)  # three responses of 5 beside a prompt of 10
+    assert pieces_of(batch, batches) == [3, 1]
+    assert max(tokens_of(batch, b) for b in batches) <= 25
+    assert [len(b) for b in batches] == [3, 3, 3], "3 + 3 + 1 rows of the one, and the last has room for the other"
+
+
+def test_a_row_over_the_budget_is_an_error_that_names_the_key():
+    batch = batch_of([(4, [1, 2]), (7, [3, 5])])
+    with pytest.raises(ValueError, match=r"ppo_max_token_len_per_gpu.*at least 12 tokens.*7 prompt \+ 5 resp.*got 11"):
+        split_micro_batches(*batch, budget=11, budget_key="ppo_max_token_len_per_gpu")
+    assert split_micro_batches(*batch, budget=12)
+
+
+def test_more_micro_batches_than_rows_is_an_error():
+    batch = batch_of([(4, [1, 2])])
+    assert sorted(split_micro_batches(*batch, budget=99, min_count=2)) == [[0], [1]]
+    with pytest.raises(ValueError, match="at least 3 rows.*got 2"):
+        split_micro_batches(*batch, budget=99, min_count=3)
+
+
+def test_a_count_that_another_rank_needs_cuts_no_group_while_groups_are_many():
+    batch = batch_of([(4, [2, 2, 2])] * 6, seed=5)
+    for count in (1, 2, 3, 4, 5, 6):
+        batches = split_micro_batches(*batch, budget=1000, min_count=count)
+        assert len(batches) == count
+        assert pieces_of(batch, batches) == [1] * 6
+    batches = split_micro_batches(*batch, budget=1000, min_count=8)
+    assert len(batches) == 8
+    assert sum(pieces_of(batch, batches)) == 8, "two of the six are cut, once each"
+
+
+def test_micro_batches_are_balanced():
+    """What the budget leaves free is spread: no full micro-batch beside one with a single row."""
+    batch = batch_of([(10, [5, 5])] * 4)
+    assert [tokens_of(batch, b) for b in split_micro_batches(*batch, budget=79)] == [40, 40]
+
+
+@hypothesis_settings(max_examples=400)
+@given(groups=GROUPS, seed=SEED, slack=st.integers(0, 120), more=st.integers(0, 8))
+def test_micro_batches_keep_their_promises(groups, seed, slack, more):
+    batch = batch_of(groups, seed)
+    group_index, prompt_lens, response_lens = batch
+    budget = max(p + r for p, r in zip(prompt_lens, response_lens, strict=True)) + slack
+    min_count = min(1 + more, len(group_index))
+    batches = split_micro_batches(*batch, budget, min_count)
+    assert sorted(r for b in batches for r in b) == list(range(len(group_index))), "every row exactly once"
+    assert all(batches), "no micro-batch is empty"
+    assert all(b == sorted(b) for b in batches)
+    assert len(batches) >= min_count
+    assert max(tokens_of(batch, b) for b in batches) <= budget
+    if len(batches) > min_count or more == 0:
+        whole = [tokens_of(batch, rows) <= budget for rows in rows_by_group(group_index)]
+        for fits, pieces in zip(whole, pieces_of(batch, batches), strict=True):
+            assert fits == (pieces == 1), "cut exactly when it is over the budget"
+    assert batches == split_micro_batches(*batch, budget, min_count), "the same on every call"
+
+
+def test_the_number_of_micro_batches_is_near_the_least_possible():
+    """First-fit decreasing is within 11/9 of the optimum, and that is at least the total over the budget."""
+    for seed in range(40):
+        rng = random.Random(seed)
+        batch = batch_of([(rng.randint(5, 40), [rng.randint(0, 9) for _ in range(4)]) for _ in range(20)], seed)
+        batches = split_micro_batches(*batch, budget=200)
+        least = -(-tokens_of(batch, range(80)) // 200)
+        assert len(batches) <= 11 / 9 * least + 1, seed
+
+
+def test_four_thousand_rows_take_no_time():
+    """Host arithmetic between two steps: seconds here would be seconds of every step."""
+    import time
+
+    rng = random.Random(0)
+    batch = batch_of([(rng.randint(100, 900), [rng.randint(1, 400) for _ in range(8)]) for _ in range(512)], 1)
+    start = time.process_time()
+    split_micro_batches(*batch, budget=16384)
+    place_groups(*batch, num_ranks=8, num_mini_batches=4)
+    assert time.process_time() - start < 2
+
+
+# Placement over ranks and mini-batches.
+
+
+def cells_of(order, num_ranks, num_mini_batches):
+    """Rows of each (rank, mini-batch), as verl hands them out: equal chunks of equal slices."""
+    size = len(order) // (num_ranks * num_mini_batches)
+    return [order[i : i + size] for i in range(0, len(order), size)]
+
+
+CELLS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (2, 4)]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_mini_batches"), CELLS)
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_groups_stay_whole(num_ranks, num_mini_batches, seed):
+    """verl's row-wise balance keeps 8 of 800 such groups together."""
+    rng = random.Random(seed)
+    count = num_ranks * num_mini_batches * 3
+    batch = batch_of([(rng.randint(5, 40), [rng.randint(0, 30) for _ in range(4)]) for _ in range(count)], seed)
+    order = place_groups(*batch, num_ranks, num_mini_batches)
+    assert sorted(order) == list(range(count * 4))
+    cells = cells_of(order, num_ranks, num_mini_batches)
+    assert {len(c) for c in cells} == {12}
+    assert pieces_of(batch, cells) == [1] * count
+
+
+def test_mini_batches_keep_the_order_of_groups():
+    """The first mini-batch of all ranks together holds the first groups, so that shuffling stays whoever's it was."""
+    batch = batch_of([(4, [1] * 2)] * 8)
+    first, second, third, fourth = cells_of(place_groups(*batch, 2, 2), 2, 2)  # rank 0: first, second
+    assert sorted(first + third) == list(range(8))
+    assert sorted(second + fourth) == list(range(8, 16))
+
+
+def test_groups_larger_than_a_cell_are_cut_no_more_than_they_must():
+    batch = batch_of([(4, [1] * 8), (4, [1] * 8)])
+    cells = cells_of(place_groups(*batch, 4, 1), 4, 1)
+    assert pieces_of(batch, cells) == [2, 2]
+
+
+@hypothesis_settings(max_examples=400)
+@given(groups=GROUPS, seed=SEED, cells=st.sampled_from(CELLS))
+def test_placement_keeps_its_promises(groups, seed, cells):
+    num_ranks, num_mini_batches = cells
+    rows = sum(len(r) for _, r in groups)
+    groups = [*groups, *[(3, [1])] * (-rows % (num_ranks * num_mini_batches))]
+    batch = batch_of(groups, seed)
+    order = place_groups(*batch, num_ranks, num_mini_batches)
+    assert sorted(order) == list(range(len(batch[0]))), "a permutation"
+    pieces = pieces_of(batch, cells_of(order, num_ranks, num_mini_batches))
+    # Room that is left over in a cell is what makes a cut, and a cut fills it.
+    assert sum(pieces) - len(pieces) < num_ranks * num_mini_batches
+    assert order == place_groups(*batch, num_ranks, num_mini_batches)
+
+
+def test_rows_that_do_not_divide_are_an_error():
+    batch = batch_of([(4, [1] * 6)])
+    with pytest.raises(ValueError, match="multiple of 2 ranks x 2 mini-batches.*got 6"):
+        place_groups(*batch, 2, 2)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_are_as_balanced_as_karmarkar_karp_makes_them(num_ranks):
+    """Over equal groups, against verl's own balancer on the same work: the slowest rank sets the step's time."""
+    from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+    ratios = []
+    for seed in range(30):
+        rng = random.Random(seed)
+        groups = [(rng.randint(50, 1500), [rng.randint(1, 500) for _ in range(4)]) for _ in range(num_ranks * 8)]
+        batch = batch_of(groups, seed)
+        work = [packed_work(p, r) for p, r in groups]
+        ours = [
+            sum(work[batch[0][row]] / 4 for row in cell)
+            for cell in cells_of(place_groups(*batch, num_ranks, 1), num_ranks, 1)
+        ]
+        partitions = get_seqlen_balanced_partitions(work, num_ranks, equal_size=True)
+        theirs = [sum(work[g] for g in part) for part in partitions]
+        assert sum(ours) == pytest.approx(sum(theirs))
+        ratios.append(max(ours) / max(theirs))
+    assert max(ratios) <= 1.05, max(ratios)
+    assert sum(ratios) / len(ratios) <= 1.01

@@ -1,0 +1,94 @@
+"""The CPU benchmark: its bound, its report, and that it refuses to compare models that disagree."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bench_cpu.py"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_cpu", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    threads = torch.get_num_threads()
+    spec.loader.exec_module(module)
+    yield module
+    torch.set_num_threads(threads)
+    del sys.modules[spec.name]
+
+
+def test_the_bound_counts_linear_layers_attention_and_head(bench):
+    """One response of one token on a prompt of one, twice: every number can be counted by hand."""
+    shape = bench.Shape(P=1, R=1, n=2)
+    linear = 2 * 4 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 768)
+    attention, head = 4 * 4 * 256, 2 * 256 * 2048 * 2
+    padded = 4 * linear + 6 * attention + head  # tokens P a, P b; pairs PP aP aa, twice
+    packed = 3 * linear + 5 * attention + head  # tokens P a b; pairs PP aP aa bP bb
+    assert shape.bound() == pytest.approx(padded / packed)
+    assert shape.token_ratio == 4 / 3
+
+
+def test_nothing_shared_means_a_bound_of_one(bench):
+    assert bench.Shape(256, 256, 1).bound() == 1
+    assert bench.Shape(256, 256, 1).token_ratio == 1
+
+
+def test_the_report(bench, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    assert (
+        bench.main(
+            ["--shapes", "24,6,4", "10,5,1", "--rounds", "1", "--seconds", "0", "--no-memory", "--json", str(path)]
+        )
+        == 0
+    )
+    report = json.loads(path.read_text())
+    assert [(r["P"], r["R"], r["n"]) for r in report["results"]] == [(24, 6, 4), (10, 5, 1)]
+    for key in ("hardware", "versions", "command", "load"):
+        assert report[key]
+    for result in report["results"]:
+        assert result["speed_up"] > 0
+        assert result["difference"]["log_prob"] <= 2e-5
+    assert "| 24, 6, 4 | 120 -> 48 | 2.50 |" in capsys.readouterr().out
+
+
+def test_peak_memory_is_taken_in_a_process_of_its_own(bench):
+    """The logits alone are 200 x 2048 float32, and their gradient as much again."""
+    assert bench.peak_memory("shared", bench.Shape(8, 100, 2)) > 2 * 200 * 2048 * 4
+
+
+def test_models_that_disagree_get_no_speed_up(bench, tmp_path, capsys, monkeypatch):
+    both = bench.contestants()
+    with torch.no_grad():
+        both[1].model.model.layers[2].self_attn.v_proj.weight[3, 5] += 1.0
+    monkeypatch.setattr(bench, "contestants", lambda: both)
+    path = tmp_path / "out.json"
+    assert (
+        bench.main(["--shapes", "24,6,4", "--rounds", "1", "--seconds", "0", "--no-memory", "--json", str(path)]) == 1
+    )
+    captured = capsys.readouterr()
+    assert "the models disagree" in captured.err
+    assert "24, 6, 4" not in captured.out
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(("wall", "clock"), [(1.0, "wall"), (1.2, "cpu")])
+def test_cpu_time_counts_when_the_process_had_to_wait(bench, wall, clock):
+    same = bench.Difference(0.0, 0.0)
+    result = bench.Result(bench.Shape(8, 4, 2), bench.Timing(wall, 1.0), bench.Timing(0.5, 0.5), same, None, None)
+    assert result.clock == clock
+    assert result.speed_up == (wall if clock == "wall" else 1.0) / 0.5
+
+
+def test_a_missed_target_fails_only_when_checked(bench):
+    same = bench.Difference(0.0, 0.0)
+    slow = bench.Result(bench.Shape(512, 64, 8), bench.Timing(1, 1), bench.Timing(1, 1), same, None, None)
+    fast = bench.Result(bench.Shape(512, 64, 8), bench.Timing(4, 4), bench.Timing(1, 1), same, None, None)
+    assert (slow.on_target, fast.on_target) == (False, True)

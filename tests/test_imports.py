@@ -1,0 +1,186 @@
+"""Which module may import what: one-way arrows inside the package, third-party packages only where they belong."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "zorro_verl"
+
+# In reading order. A module may import from those before it, and at its top level only these third-party packages.
+MODULES: dict[str, set[str]] = {
+    "__init__": set(),
+    "post_import": set(),
+    "refusal": set(),
+    "options": set(),
+    "grouping": {"torch"},
+    "packing": {"torch"},
+    "varlen": {"torch"},
+    "attention": {"torch"},
+    "log_probs": {"torch"},
+    "batching": {"torch"},
+    "metrics": {"torch"},
+    "models": {"torch", "transformers"},
+    "verl_rows": {"torch", "tensordict"},
+    "verl_config": {"omegaconf", "transformers", "verl"},
+    "standalone": {"torch", "tensordict", "transformers", "verl"},
+    "actor": {"torch", "tensordict", "transformers", "verl"},
+    "trainer": {"torch", "tensordict", "verl"},
+    "plugin": set(),
+}
+# The CPU runtime knows nothing of sharing, and sharing nothing of the CPU runtime.
+RUNTIME = "cpu_runtime"
+RUNTIME_NEEDS = {"post_import", "refusal"}
+RUNTIME_PACKAGES = {"torch", "transformers", "verl", "ray", "omegaconf", "tensordict", "transfer_queue"}
+RUNTIME_LIGHT = {"cpu_runtime", "cpu_runtime.hooks"}  # loaded with every `import verl`
+
+# Optional or heavy: imported inside the function that needs them.
+INSIDE_FUNCTIONS: dict[str, set[str]] = {
+    "varlen": {"flash_attn"},
+    "models": {"flash_attn"},
+    "plugin": {"packaging", "torch", "verl"},
+    "actor": {"verl"},
+    "trainer": {"verl"},
+}
+
+TORCH_ONLY = ("", ".grouping", ".packing", ".varlen", ".attention", ".log_probs", ".batching", ".metrics")
+BLOCKED = ("verl", "transformers", "flash_attn", "fla", "triton", "ray", "tensordict", "numpy", "hydra", "omegaconf")
+
+
+class Import(NamedTuple):
+    module: str  # dotted, as written
+    line: int
+    at_top: bool
+
+
+def module_names() -> list[str]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    names = (path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".") for path in paths)
+    return [name.removesuffix(".__init__") for name in names]
+
+
+def source(name: str) -> Path:
+    path = PACKAGE / name.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def imports(name: str) -> Iterator[Import]:
+    """Every import statement of a module; those under `if TYPE_CHECKING:` run never and count as inside a function."""
+
+    def visit(node: ast.AST, at_top: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(alias.name, child.lineno, at_top) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{name}:{child.lineno} is a relative import"
+                names = [alias.name for alias in child.names]
+                submodules = [n for n in names if source_exists(f"{child.module}.{n}")]
+                yield from (Import(f"{child.module}.{n}", child.lineno, at_top) for n in submodules)
+                if len(submodules) < len(names):
+                    yield Import(child.module, child.lineno, at_top)
+            else:
+                lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+                    isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+                )
+                yield from visit(child, at_top and not lazy)
+
+    yield from visit(ast.parse(source(name).read_text()), True)
+
+
+def source_exists(dotted: str) -> bool:
+    return dotted.startswith("zorro_verl.") and source(dotted.removeprefix("zorro_verl.")).exists()
+
+
+def own(imported: Import) -> str | None:
+    """The module of this package that is imported, or None."""
+    root, _, name = imported.module.partition(".")
+    return (name or "__init__") if root == "zorro_verl" else None
+
+
+def third_party(imported: Import) -> str | None:
+    root = imported.module.partition(".")[0]
+    return None if root in sys.stdlib_module_names or root == "zorro_verl" else root
+
+
+def in_runtime(name: str) -> bool:
+    return name.partition(".")[0] == RUNTIME
+
+
+def test_every_module_has_its_line_in_the_table():
+    core = {name for name in module_names() if not in_runtime(name)}
+    assert core == set(MODULES)
+
+
+@pytest.mark.parametrize("name", module_names())
+def test_imports_inside_the_package_go_one_way(name):
+    order = list(MODULES)
+    for imported in imports(name):
+        target = own(imported)
+        if target is None:
+            continue
+        where = f"{name}:{imported.line} imports {target}"
+        if in_runtime(name):
+            assert in_runtime(target) or target in RUNTIME_NEEDS, where
+        elif in_runtime(target):
+            assert name == "plugin", where
+        elif imported.at_top or name != "plugin":  # the plug-in loads all the others, when verl is ready for them
+            assert order.index(target) < order.index(name), where
+
+
+@pytest.mark.parametrize("name", module_names())
+def test_third_party_imports_stand_where_they_belong(name):
+    if in_runtime(name):
+        at_top = set() if name in RUNTIME_LIGHT else RUNTIME_PACKAGES
+        inside = RUNTIME_PACKAGES
+    else:
+        at_top = MODULES[name]
+        inside = at_top | INSIDE_FUNCTIONS.get(name, set())
+    for imported in imports(name):
+        root = third_party(imported)
+        allowed = at_top if imported.at_top else inside
+        assert root is None or root in allowed, f"{name}:{imported.line} imports {root}"
+
+
+def run_fresh(code: str) -> str:
+    """Standard output of ``code`` in a new process in which the blocked packages cannot be imported."""
+    prelude = (
+        "import sys\n"
+        f"BLOCKED = {set(BLOCKED)!r}\n"
+        "class Blocker:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in BLOCKED:\n"
+        "            raise ModuleNotFoundError(f'{name} is blocked in this test', name=name)\n"
+        "sys.meta_path.insert(0, Blocker())\n"
+    )
+    command = [sys.executable, "-c", prelude + code]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_the_core_imports_torch_and_nothing_else():
+    modules = ", ".join(f"zorro_verl{name}" for name in TORCH_ONLY)
+    added = run_fresh(
+        "import torch\n"
+        "roots = lambda: {name.partition('.')[0] for name in sys.modules}\n"
+        "before = roots()\n"
+        f"import {modules}\n"
+        "print(*sorted(roots() - before - set(sys.stdlib_module_names)))\n"
+    )
+    assert added.split() == ["zorro_verl"]
+
+
+def test_the_package_itself_and_the_plug_in_do_without_torch():
+    loaded = run_fresh(
+        "BLOCKED.add('torch')\n"
+        "import zorro_verl, zorro_verl.plugin\n"
+        "print(*(name for name in sys.modules if name.startswith('zorro_verl')))\n"
+    )
+    assert "zorro_verl.plugin" in loaded.split()
+    assert "zorro_verl.actor" not in loaded.split()

@@ -1,0 +1,133 @@
+"""Exact totals over micro-batches, mini-batches, epochs and ranks, in the form in which verl gathers metrics."""
+
+from itertools import chain
+
+import pytest
+
+from zorro_verl.metrics import FALLBACK_REASONS, ShareCounts, skipped_step_metric
+
+NAMES = {
+    "zorro/tokens_total",
+    "zorro/tokens_packed",
+    "zorro/token_ratio",
+    "zorro/groups",
+    "zorro/groups_split",
+    "zorro/skipped_steps",
+    *(f"zorro/fallback/{reason}" for reason in FALLBACK_REASONS),
+}
+
+
+def counts_of(*micro_batches):
+    """Counts of micro-batches given as ``{prompt: rows}``: prompts of 10 tokens, responses of 2."""
+    counts = ShareCounts()
+    for groups in micro_batches:
+        rows = sum(groups.values())
+        fingerprints = [prompt for prompt, n in groups.items() for _ in range(n)]
+        counts.add_micro_batch(12 * rows, 10 * len(groups) + 2 * rows, fingerprints)
+    return counts
+
+
+def trained(steps):
+    """What a driver gets of ``steps[mini-batch][rank]`` counts: verl's worker flattens ranks, then mini-batches."""
+    from verl.utils.py_functional import append_to_dict
+
+    metrics = {}
+    for ranks in steps:
+        gathered = {}
+        for rank, counts in enumerate(ranks):
+            reported = (
+                counts.to_metrics() | {"pg_loss": [0.1, 0.2]} | skipped_step_metric(rank == 0 and ranks is steps[0])
+            )
+            for key, value in reported.items():
+                gathered.setdefault(key, []).append(value)
+        append_to_dict(metrics, {key: list(chain.from_iterable(value)) for key, value in gathered.items()})
+    return metrics
+
+
+def inferred(ranks):
+    """The same for log-probs, which verl leaves as one list a rank."""
+    metrics = {"loss": 0.0}
+    for counts in ranks:
+        for key, value in counts.to_metrics().items():
+            metrics.setdefault(key, []).append(value)
+    return metrics
+
+
+def test_totals_over_ranks_and_mini_batches():
+    metrics = trained(
+        [
+            [counts_of({"a": 4}, {"b": 4}), counts_of({"c": 4, "d": 4})],
+            [counts_of({"e": 4, "f": 4}), counts_of({"g": 4}, {"h": 4})],
+        ]
+    )
+    counts = ShareCounts.pop_from(metrics)
+    assert metrics == {"pg_loss": [0.1, 0.2] * 4}, "nothing of ours is left for verl to average"
+    step = counts.step_metrics(epochs=1)
+    assert step.keys() == NAMES
+    assert step["zorro/tokens_total"] == 8 * 4 * 12
+    assert step["zorro/tokens_packed"] == 8 * (10 + 4 * 2)
+    assert step["zorro/token_ratio"] == pytest.approx(384 / 144)
+    assert step["zorro/groups"] == 8
+    assert step["zorro/groups_split"] == 0
+    assert step["zorro/skipped_steps"] == 1
+    assert all(step[f"zorro/fallback/{reason}"] == 0 for reason in FALLBACK_REASONS)
+
+
+def test_plain_floats_only():
+    """Loggers take no tensors, and a mean of ints and floats changes type from step to step."""
+    step = ShareCounts.pop_from(trained([[counts_of({"a": 1, "b": 3}, {"b": 1})]])).step_metrics(epochs=1)
+    assert {type(value) for value in step.values()} == {float}
+
+
+def test_a_group_cut_over_micro_batches_and_ranks_is_one_group():
+    """``a`` lies in three micro-batches of two ranks; two of its rows went through the model alone."""
+    ranks = [counts_of({"a": 2, "b": 3}, {"a": 1}), counts_of({"a": 1, "c": 1})]
+    step = ShareCounts.pop_from(trained([ranks])).step_metrics(epochs=1)
+    assert step["zorro/groups"] == 3
+    assert step["zorro/groups_split"] == 1
+    assert step["zorro/fallback/group_cut"] == 2
+    assert step["zorro/tokens_packed"] == (20 + 10) + (10 + 2) + (20 + 4)
+
+
+def test_a_row_that_is_alone_in_its_group_is_no_fallback():
+    step = counts_of({"a": 1, "b": 1}, {"c": 1}).step_metrics(epochs=1)
+    assert step["zorro/groups"] == 3
+    assert step["zorro/groups_split"] == step["zorro/fallback/group_cut"] == 0
+    assert step["zorro/token_ratio"] == 1
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_epochs_see_each_group_again(epochs):
+    """A group that is whole in each epoch was not cut by being seen twice; one cut in each was cut each time."""
+    steps = [[counts_of({"a": 4}, {"b": 1}, {"c": 3}), counts_of({"c": 1})]] * epochs
+    step = ShareCounts.pop_from(trained(steps)).step_metrics(epochs)
+    assert step["zorro/groups"] == 3 * epochs
+    assert step["zorro/groups_split"] == epochs
+    assert step["zorro/fallback/group_cut"] == epochs
+    assert step["zorro/tokens_total"] == 9 * 12 * epochs
+
+
+def test_log_probs_are_gathered_one_level_deeper():
+    counts = ShareCounts.pop_from(metrics := inferred([counts_of({"a": 4}), counts_of({"b": 2}, {"c": 2})]))
+    assert metrics == {"loss": 0.0}
+    assert counts.token_ratio == pytest.approx(8 * 12 / (30 + 16))
+    assert counts.summary()["groups"] == 3
+
+
+def test_metrics_of_another_engine_are_left_alone():
+    metrics = {"pg_loss": [0.1]}
+    assert ShareCounts.pop_from(metrics) is None
+    assert metrics == {"pg_loss": [0.1]}
+
+
+def test_nothing_counted_is_no_division_by_zero():
+    step = ShareCounts().step_metrics(epochs=1)
+    assert step.keys() == NAMES
+    assert step["zorro/token_ratio"] == 0
+
+
+def test_reasons_are_a_closed_list():
+    """Dashboards rely on them: each is there in each step, and none comes and goes."""
+    assert FALLBACK_REASONS == ("group_cut", "multimodal")
+    assert set(ShareCounts().summary()["fallback"]) == set(FALLBACK_REASONS)
+    assert set(counts_of({"a": 1}, {"a": 1}).summary()["fallback"]) == set(FALLBACK_REASONS)

@@ -1,0 +1,138 @@
+"""What a user installs: the wheel's contents and metadata, the plug-in's entry point, the configs, the lock file."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PIP = (sys.executable, "-m", "pip", "--quiet", "--no-input", "--disable-pip-version-check")
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    finished = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built offline from a copy, so that no earlier build gets in and nothing is left behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for entry in ("zorro_verl", "configs", "tests", "scripts"):
+        shutil.copytree(ROOT / entry, source / entry, ignore=skip)
+    for entry in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / entry, source)
+    run(*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder, ".", cwd=source)
+    return next(folder.glob("zorro_verl-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """A folder with the installed wheel, to be put on the path of a new process."""
+    target = tmp_path_factory.mktemp("installed")
+    run(*PIP, "install", "--no-deps", "--no-index", "--target", target, wheel, cwd=target)
+    return target
+
+
+def metadata_file(wheel: Path, name: str) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        member = next(member for member in archive.namelist() if member.endswith(f".dist-info/{name}"))
+        return archive.read(member).decode()
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel) -> Message:
+    return Parser().parsestr(metadata_file(wheel, "METADATA"))
+
+
+@pytest.fixture(scope="module")
+def requirements(metadata) -> list[Requirement]:
+    return [Requirement(line) for line in metadata.get_all("Requires-Dist")]
+
+
+def test_the_wheel_holds_the_package_and_its_configs_and_nothing_else(wheel):
+    expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "zorro_verl").rglob("*.py")}
+    for pattern in ("*.py", "*.yaml"):
+        expected |= {f"zorro_verl/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob(pattern)}
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert found == expected
+    assert any(name.endswith(".yaml") for name in found)
+
+
+def test_name_licence_and_python(metadata):
+    assert metadata["Name"] == "zorro-verl"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-File"] == "LICENSE"
+
+
+def test_an_environment_with_verl_needs_nothing_more(requirements):
+    """Only torch and transformers are required, in the ranges that this and verl support; the rest are extras."""
+    required = {r.name: r.specifier for r in requirements if not r.marker}
+    assert set(required) == {"torch", "transformers"}
+    assert str(required["torch"]) == ">=2.11"
+    in_verl = (Requirement(line) for line in requires("verl"))
+    assert required["transformers"] == next(r.specifier for r in in_verl if r.name == "transformers" and not r.marker)
+
+
+def test_extras(metadata):
+    assert set(metadata.get_all("Provides-Extra")) == {"verl", "demo", "flash", "fla", "triton", "dev"}
+
+
+def test_the_entry_point_names_the_plug_in(wheel):
+    assert metadata_file(wheel, "entry_points.txt").split() == ["[verl.plugins]", "zorro", "=", "zorro_verl.plugin"]
+    assert (ROOT / "zorro_verl" / "plugin.py").is_file()
+
+
+@pytest.mark.parametrize("where", ["wheel", "editable"])
+def test_hydra_finds_the_config_group(where, request, tmp_path):
+    path = request.getfixturevalue("installed") if where == "wheel" else ROOT
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from hydra import initialize_config_module\n"
+        "from hydra.core.global_hydra import GlobalHydra\n"
+        "import zorro_verl.configs\n"
+        "with initialize_config_module('zorro_verl.configs', version_base=None):\n"
+        "    print(zorro_verl.configs.__file__, *GlobalHydra.instance().config_loader().get_group_options('actor'))\n"
+    )
+    file, *options = run(sys.executable, "-c", code, path, cwd=tmp_path).split()
+    folder = path / "zorro_verl" / "configs" if where == "wheel" else ROOT / "configs"
+    assert Path(file).parent == folder
+    assert options == ["zorro_actor"]
+
+
+def locked() -> dict[str, str]:
+    lines = (
+        line.partition("#")[0].strip() for line in (ROOT / "requirements" / "cpu.lock.txt").read_text().splitlines()
+    )
+    pairs = [line.split("==") for line in lines if line]
+    assert all(len(pair) == 2 for pair in pairs), "every line of the lock file is name==version"
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def test_the_lock_file_satisfies_the_wheel(requirements):
+    """What the CPU set-up installs lies in the ranges that the wheel and its extras for a CPU ask for."""
+    versions = locked()
+    for requirement in requirements:
+        name = canonicalize_name(requirement.name)
+        extra = str(requirement.marker or "")
+        if name == "zorro-verl" or any(f'"{skip}"' in extra for skip in ("flash", "fla", "triton")):
+            continue
+        assert name in versions, f"{requirement} is not in the lock file"
+        assert requirement.specifier.contains(versions[name]), f"{requirement} against {versions[name]}"
+    assert "+" not in versions["torch"], "a local suffix would tie the set-up to one index"
