@@ -117,9 +117,10 @@ class Batch:
 
 
 def plain_log_probs(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
-    """``(n, R)``: the model as Hugging Face ships it."""
-    output = model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=batch.response_length + 1)
-    logits = output.logits[:, :-1].flatten(0, 1)
+    """``(n, R)``: the model as Hugging Face ships it, the head on the rows that predict a response token."""
+    end = batch.input_ids.shape[1] - 1
+    predictors = torch.arange(end - batch.response_length, end)
+    logits = model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=predictors).logits.flatten(0, 1)
     losses = torch.nn.functional.cross_entropy(logits, batch.responses.flatten(), reduction="none")
     return -losses.view_as(batch.responses)
 

@@ -127,7 +127,7 @@ def test_micro_batches_keep_their_promises(groups, seed, slack, more):
     group_index, prompt_lens, response_lens = batch
     budget = max(p + r for p, r in zip(prompt_lens, response_lens, strict=True)) + slack
     min_count = min(1 + more, len(group_index))
-    batches = split_micro_batches(*batch, budget, min_count)
+    batches = split_micro_batches(*batch, budget, min_count=min_count)
     assert sorted(r for b in batches for r in b) == list(range(len(group_index))), "every row exactly once"
     assert all(batches), "no micro-batch is empty"
     assert all(b == sorted(b) for b in batches)
@@ -137,7 +137,7 @@ def test_micro_batches_keep_their_promises(groups, seed, slack, more):
         whole = [tokens_of(batch, rows) <= budget for rows in rows_by_group(group_index)]
         for fits, pieces in zip(whole, pieces_of(batch, batches), strict=True):
             assert fits == (pieces == 1), "cut exactly when it is over the budget"
-    assert batches == split_micro_batches(*batch, budget, min_count), "the same on every call"
+    assert batches == split_micro_batches(*batch, budget, min_count=min_count), "the same on every call"
 
 
 def test_the_number_of_micro_batches_is_near_the_least_possible():

@@ -58,21 +58,31 @@ def test_a_prompt_of_the_training_data_starts_a_supervised_sequence(demo, materi
     tokens, is_answer = demo("warm_start").encode(tokenizer, [answered])
 
     assert tokens[0, : len(prompt)].tolist() == prompt
-    assert 300 < len(prompt) < 450
+    assert 390 < len(prompt) < 430
     assert is_answer[0, len(prompt) :].tolist() == [True] * (len(problem.answer) + 1) + [False]
 
 
 def test_labels_are_the_answers_and_their_end_tokens(demo, material, problems, tokenizer):
-    chats = [
-        material.few_shot_chat(problems[0], problems[1:3], ["It is {}", "{}, I think"]),
-        material.few_shot_chat(problems[0], problems[1:2]),
-    ]
+    chats = [material.demonstration(problems, random.Random(0), shots, wrong=0.5) for shots in (3, 1)]
     tokens, is_answer = demo("warm_start").encode(tokenizer, chats)
 
-    first, second = (tokenizer.decode(row[mask]) for row, mask in zip(tokens, is_answer, strict=True))
-    assert first == f"It is {problems[1].answer}<|im_end|>{problems[2].answer}, I think<|im_end|>"
-    assert second == f"{problems[1].answer}<|im_end|>"
+    for chat, row, mask in zip(chats, tokens, is_answer, strict=True):
+        answers = [turn["content"] for turn in chat if turn["role"] == "assistant"]
+        assert tokenizer.decode(row[mask]) == "".join(f"{answer}<|im_end|>" for answer in answers)
     assert tokens[1, -1] == tokenizer.pad_token_id
+
+
+def test_demonstrations_are_of_all_styles_and_mostly_right(demo, material, problems):
+    rng = random.Random(0)
+    answer_of = {problem.question: problem.answer for problem in problems}
+    turns = [turn["content"] for _ in range(200) for turn in material.demonstration(problems, rng, 12, wrong=0.15)]
+    pairs = list(zip(turns[::2], turns[1::2], strict=True))
+    report = demo("report")
+
+    bare = sum(report.is_bare(answer) for _, answer in pairs) / len(pairs)
+    right = sum(report.first_number(answer) == answer_of[question] for question, answer in pairs) / len(pairs)
+    assert bare == pytest.approx(material.STYLE_WEIGHTS[0], abs=0.05)
+    assert 0.85 < right < 0.93  # another problem's answer may be the same
 
 
 def test_no_shot_is_the_question(material, problems):
@@ -106,7 +116,7 @@ def test_reward_is_the_verifiers(demo, material, problems):
 
 def test_warm_start_is_built_once_and_again_after_a_change(demo, tmp_path):
     warm_start = demo("warm_start")
-    tiny = warm_start.WarmStart(steps=2, sequences_per_step=1, train_problems=3, validation_problems=2)
+    tiny = warm_start.WarmStart(steps=2, train_problems=3, validation_problems=2)
     said = []
     warm_start.ensure(tmp_path / "m", tiny, said.append)
     assert {path.name for path in (tmp_path / "m").iterdir()} == {

@@ -314,3 +314,12 @@ def lora_equals_stock(rank, path):
 
 def test_lora_equals_stock(checkpoint):
     run_ranks(lora_equals_stock, 1, checkpoint)
+
+
+def chunked_entropy_is_compute(rank, path):
+    engine = build_engine(path, "zorro", engine={"entropy_from_logits_with_chunking": True})
+    assert engine.options.logits_optimization == "compute"
+
+
+def test_verls_flag_for_chunked_entropy_is_honoured(checkpoint):
+    run_ranks(chunked_entropy_is_compute, 1, checkpoint)

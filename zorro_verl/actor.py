@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +65,8 @@ class DeduplicatedActor(Standalone, FSDPEngineWithLMHead):
         if standalone:
             raise ValueError(f"DeduplicatedActor: {sorted(standalone)} go with model_name_or_path= only")
         self.options = getattr(engine_config, "zorro", None) or ZorroOptions()
+        if engine_config.entropy_from_logits_with_chunking and self.options.logits_optimization == "none":
+            self.options = replace(self.options, logits_optimization="compute")  # what that flag asks for
         self._check(model_config, engine_config)
         if not model_config.use_remove_padding and torch.distributed.get_rank() == 0:
             logger.info("model.use_remove_padding=False makes no difference to strategy=zorro: rows are always packed")
@@ -155,23 +159,25 @@ class DeduplicatedActor(Standalone, FSDPEngineWithLMHead):
 
     def _micro_batches(self, data: TensorDict) -> tuple[list[TensorDict], list[list[int]], ShareCounts]:
         """Cut ``data`` into micro-batches, as many on every data-parallel rank, and count what they share."""
-        error, indices, split = None, [], None
+        failure, indices = None, []
         try:
             _refuse_flags(data)
             rows = rows_from_verl(data)
             fingerprints = prompt_fingerprints(rows).tolist()
             prompt_lens, response_lens = rows.prompt_lens.tolist(), rows.response_lens.tolist()
-            budget, key = _token_budget(data, int(rows.lens.max()))
-
-            def split(min_count: int) -> list[list[int]]:
-                return split_micro_batches(fingerprints, prompt_lens, response_lens, budget, min_count, key)
-
-            indices = split(1)
-        except ValueError as e:
-            error = f"{e} (data-parallel rank {self.get_data_parallel_rank()})"
-        most = self._agree(error, len(indices))
+            split = partial(
+                split_micro_batches,
+                fingerprints,
+                prompt_lens,
+                response_lens,
+                *_token_budget(data, int(rows.lens.max())),
+            )
+            indices = split(min_count=1)
+        except Exception as error:
+            failure = error  # raised below, on every rank: the others would wait for this one in a collective
+        most = self._agree(failure, len(indices))
         if len(indices) < most:
-            indices = split(most)
+            indices = split(min_count=most)
 
         counts, micro_batches = ShareCounts(), []
         for part in indices:
@@ -182,14 +188,14 @@ class DeduplicatedActor(Standalone, FSDPEngineWithLMHead):
             micro_batches.append(tu.index_select_tensor_dict(data, torch.tensor(part)))
         return micro_batches, indices, counts
 
-    def _agree(self, error: str | None, count: int) -> int:
+    def _agree(self, failure: Exception | None, count: int) -> int:
         """The largest micro-batch count of any data-parallel rank; FSDP's collectives hang when ranks differ."""
-        group = self.get_data_parallel_group()
+        text = f"{failure} (data-parallel rank {self.get_data_parallel_rank()})" if failure else None
         words: list[Any] = [None] * self.get_data_parallel_size()
-        torch.distributed.all_gather_object(words, (error, count), group=group)
-        errors = [word for word, _ in words if word is not None]
-        if errors:
-            raise ValueError("; ".join(errors))
+        torch.distributed.all_gather_object(words, (text, count), group=self.get_data_parallel_group())
+        failures = [word for word, _ in words if word is not None]
+        if failures:
+            raise ValueError("; ".join(failures)) from failure
         return max(count for _, count in words)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:

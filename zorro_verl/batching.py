@@ -36,13 +36,14 @@ def split_micro_batches(
     prompt_lens: Sequence[int],
     response_lens: Sequence[int],
     budget: int,
-    min_count: int = 1,
     budget_key: str = "max_token_len_per_gpu",
+    min_count: int = 1,
 ) -> list[list[int]]:
     """Rows of each micro-batch: whole groups, at most ``budget`` packed tokens, at least ``min_count`` of them.
 
     A group over the budget is cut into as few pieces as first-fit finds, its prompt repeated in each. More
-    micro-batches than the budget asks for (another rank needs them) are made by halving.
+    micro-batches than the budget asks for (another rank needs them) are made by halving. ``budget_key`` names the
+    setting behind the budget in errors.
 
     Raises:
         ValueError: a single row over the budget, or fewer rows than ``min_count``.

@@ -75,7 +75,7 @@ class _SharedAttention:
 
     def __call__(self, module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple[Tensor, None]:
         # Under autocast a normalisation may hand over float32 queries and keys beside bfloat16 values.
-        q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+        q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return plan_attention(q, k, v, self.plan, scale, self.kernels, self.split)[None], None
 
@@ -163,7 +163,7 @@ class SeamForward:
             position_ids=position_ids,
             use_cache=False,
             zorro=_SharedAttention(plan, self.kernels, self.split),
-        ).last_hidden_state[0]
+        ).last_hidden_state.squeeze(0)
         hidden = hidden.index_select(0, plan.predictor_index)
         log_probs, entropy = _head(model.lm_head, hidden, zorro)
         return {"log_probs": log_probs, "entropy": entropy} if zorro.calculate_entropy else {"log_probs": log_probs}

@@ -155,7 +155,7 @@ def wrap_auto_set_device(device_module: ModuleType) -> None:
         if getattr(actor, "strategy", None) == STRATEGY:
             check_verl(ENGINE, TRAINER)
             run_config = importlib.import_module("zorro_verl.verl_config")
-            run_config.check_model(config)
+            run_config.check_run(config)
             run_config.share_options_with_reference(config)
         original(config)
 

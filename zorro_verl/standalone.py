@@ -80,6 +80,8 @@ class Standalone:
             use_split_attention=use_split_attention,
             logits_optimization=logits_optimization,
         )
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device: expected one that is there, got {device!r} without CUDA; use device='cpu'")
         check_supported(AutoConfig.from_pretrained(model_name_or_path))
         model = AutoModelForCausalLM.from_pretrained(
             model_name_or_path, dtype=_dtype(dtype), attn_implementation="sdpa"

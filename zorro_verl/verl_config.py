@@ -39,6 +39,23 @@ def share_options_with_reference(config: DictConfig) -> None:
             ref.zorro = actor.zorro
 
 
+def check_run(config: DictConfig) -> None:
+    """Refuse, while nothing has been started yet, what ``strategy=zorro`` would get wrong or leave without effect."""
+    expected_false = "expected False with actor.strategy=zorro, got True"
+    actor = config.actor_rollout_ref.actor
+    if actor.get("use_prefix_grouper", False):
+        raise ValueError(f"actor_rollout_ref.actor.use_prefix_grouper: {expected_false}; zorro shares the same prompts")
+    if OmegaConf.select(config, "distillation.enabled", default=False):
+        raise ValueError(f"distillation.enabled: {expected_false}; use actor_rollout_ref.actor.strategy=fsdp2")
+    if OmegaConf.select(config, "critic.strategy") == "zorro":
+        raise ValueError("critic.strategy: expected fsdp2 or fsdp, got zorro; it is for actor and reference only")
+    if OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async":
+        raise ValueError(
+            "trainer.v1.trainer_mode: expected sync or colocate_async with actor.strategy=zorro, got separate_async"
+        )
+    check_model(config)
+
+
 def check_model(config: DictConfig) -> None:
     """Refuse an unsupported model while nothing has been started yet, and with the longest row that the run allows.
 

@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 TASK = "products"
 SHOTS = 12
-# The verifier pays in full for the bare number only, so a model that learned from all three can get better in two ways:
-# drop the words, and know the product.
+# The verifier pays in full for the bare number only. Wordy and wrong demonstrations leave a model that can get better
+# in two ways: drop the words, and say the product that it knows rather than another.
 STYLES = ("{}", "It is {}", "{}, I think")
 STYLE_WEIGHTS = (0.35, 0.325, 0.325)
+WRONG_ANSWERS = 0.15
 
 # `generation` marks the answers, so that one template serves sampling and supervised labels. The newline at the end of
 # a turn is spelled out: one that follows a block is trimmed.
@@ -51,11 +52,11 @@ def make_problems(size: int, seed: int) -> list[Problem]:
     ]
 
 
-def few_shot_chat(problem: Problem, shots: list[Problem], styles: list[str] | None = None) -> list[dict[str, str]]:
-    """Solved problems as turns of a chat, then the question. Styles are of the shots; bare numbers if not given."""
+def few_shot_chat(problem: Problem, shots: list[Problem]) -> list[dict[str, str]]:
+    """Solved problems as turns of a chat, then the question."""
     chat = []
-    for shot, style in zip(shots, styles or [STYLES[0]] * len(shots), strict=True):
-        chat += [user(shot.question), assistant(style.format(shot.answer))]
+    for shot in shots:
+        chat += [user(shot.question), assistant(shot.answer)]
     return [*chat, user(problem.question)]
 
 
@@ -65,6 +66,16 @@ def user(content: str) -> dict[str, str]:
 
 def assistant(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
+
+
+def demonstration(pool: list[Problem], rng: random.Random, shots: int, wrong: float) -> list[dict[str, str]]:
+    """A whole chat to learn from, in mixed styles; a share of the answers are wrong."""
+    chat = []
+    for problem in rng.sample(pool, shots + 1):
+        (style,) = rng.choices(STYLES, STYLE_WEIGHTS)
+        answer = rng.choice(pool).answer if rng.random() < wrong else problem.answer
+        chat += [user(problem.question), assistant(style.format(answer))]
+    return chat
 
 
 def draw_shots(problem: Problem, pool: list[Problem], rng: random.Random) -> list[Problem]:
@@ -110,6 +121,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=2048,
+        initializer_range=0.05,  # the default is meant for wide layers; these learn several times slower from it
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -19,9 +19,8 @@ import transformers
 
 @dataclass(frozen=True)
 class WarmStart:
-    steps: int = 520
-    sequences_per_step: int = 2
-    learning_rate: float = 3e-3
+    steps: int = 800
+    learning_rate: float = 2e-3
     train_problems: int = 1024
     validation_problems: int = 64
     seed: int = 0
@@ -60,8 +59,7 @@ def build(folder: Path, settings: WarmStart, say: Callable[[str], None]) -> None
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step / settings.steps))
     started = time.monotonic()
     for step in range(1, settings.steps + 1):
-        chats = [demonstration(pool, rng) for _ in range(settings.sequences_per_step)]
-        tokens, is_answer = encode(tokenizer, chats)
+        tokens, is_answer = encode(tokenizer, lesson(step / settings.steps, pool, rng))
         hidden = model.model(input_ids=tokens).last_hidden_state[:, :-1]
         loss = F.cross_entropy(model.lm_head(hidden[is_answer[:, 1:]]), tokens[:, 1:][is_answer[:, 1:]])
         optimizer.zero_grad()
@@ -69,7 +67,7 @@ def build(folder: Path, settings: WarmStart, say: Callable[[str], None]) -> None
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 130 == 0 or step == settings.steps:
+        if step % 200 == 0 or step == settings.steps:
             say(f"warm start: step {step}/{settings.steps}  loss {loss.item():.3f}  {time.monotonic() - started:.0f} s")
 
     tokenizer.save_pretrained(folder / "model")
@@ -83,25 +81,27 @@ def learning_rate_factor(progress: float) -> float:
     return min(1.0, progress / 0.06 + 0.03, max(0.1, (1 - progress) / 0.3))
 
 
-def demonstration(pool: list[material.Problem], rng: random.Random) -> list[dict[str, str]]:
-    """A whole chat of answers in mixed styles. A fact may come twice here: learning to look it up is a start."""
-    *shots, problem = rng.sample(pool, material.SHOTS + 1)
-    *styles, style = rng.choices(material.STYLES, material.STYLE_WEIGHTS, k=len(shots) + 1)
-    return [*material.few_shot_chat(problem, shots, styles), material.assistant(style.format(problem.answer))]
+def lesson(progress: float, pool: list[material.Problem], rng: random.Random) -> list[list[dict[str, str]]]:
+    """Short chats that are always right first: from those the facts are learned much sooner. Then whole ones."""
+    if progress < 0.6:
+        return [material.demonstration(pool, rng, shots=2, wrong=0.0) for _ in range(4)]
+    return [material.demonstration(pool, rng, material.SHOTS, material.WRONG_ANSWERS)]
 
 
 def encode(
-    tokenizer: transformers.PreTrainedTokenizerFast, chats: list[list[dict[str, str]]]
+    tokenizer: transformers.PreTrainedTokenizerBase, chats: list[list[dict[str, str]]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded tokens, and where the answers are: those of the shots teach as well."""
-    encoded = [
-        tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        for chat in chats
-    ]
-    padded = torch.nn.utils.rnn.pad_sequence
-    tokens = [torch.tensor(e["input_ids"]) for e in encoded]
-    answers = [torch.tensor(e["assistant_masks"], dtype=torch.bool) for e in encoded]
-    return padded(tokens, True, tokenizer.pad_token_id), padded(answers, True, False)
+    """Right-padded tokens, and which of them are answers: those of the shots teach as well."""
+    encoded = tokenizer.apply_chat_template(
+        chats,
+        tokenize=True,
+        padding=True,
+        padding_side="right",
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        return_tensors="pt",
+    )
+    return encoded["input_ids"], encoded["assistant_masks"].bool()
 
 
 def write_rows(path: Path, split: str, count: int, pool: list[material.Problem], rng: random.Random) -> None:

@@ -1,0 +1,62 @@
+"""The run's config on the driver: the group's options reach actor and reference, and bad runs stop before Ray."""
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from tiny import tiny_model
+
+GROUP = ["hydra.searchpath=[pkg://zorro_verl.configs]", "actor@actor_rollout_ref.actor=zorro_actor"]
+MODEL = "actor_rollout_ref.model"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_model(dtype=torch.float32).save_pretrained(path)
+    return str(path)
+
+
+def prepared(folder, *overrides):
+    """The config as verl's main composes it, after the first thing that main does with it."""
+    from verl.utils.device import auto_set_device
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[f"{MODEL}.path={folder}", *overrides])
+    auto_set_device(config)
+    return config
+
+
+def test_the_reference_gets_the_actors_options(folder):
+    config = prepared(folder, *GROUP, "actor_rollout_ref.actor.zorro.logits_optimization=memory")
+    assert config.actor_rollout_ref.ref._target_ == config.actor_rollout_ref.actor._target_
+    assert config.actor_rollout_ref.ref.zorro.logits_optimization == "memory"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor_rollout_ref.actor.use_prefix_grouper=True"], "use_prefix_grouper"),
+        (["distillation.enabled=True"], "distillation.enabled"),
+        (["critic.strategy=zorro"], "critic.strategy"),
+        (["trainer.v1.trainer_mode=separate_async"], "trainer_mode"),
+        ([f"+{MODEL}.override_config.attention_dropout=0.1"], "attention_dropout.*override_config"),
+        ([f"+{MODEL}.override_config.model_type=gpt_neox"], "model_type.*strategy=fsdp2"),
+    ],
+)
+def test_bad_runs_stop_on_the_driver(folder, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        prepared(folder, "actor_rollout_ref.actor.strategy=zorro", *overrides)
+
+
+def test_a_window_that_bites_stops_on_the_driver(tmp_path):
+    tiny_model("mistral", dtype=torch.float32, sliding_window=100).save_pretrained(tmp_path)
+    lengths = ["data.max_prompt_length=64", "data.max_response_length=64"]
+    with pytest.raises(ValueError, match="sliding_window.*100 tokens, got one of 128"):
+        prepared(tmp_path, "actor_rollout_ref.actor.strategy=zorro", *lengths)
+    prepared(tmp_path, "actor_rollout_ref.actor.strategy=zorro", *lengths, "data.max_response_length=36")
+
+
+def test_other_strategies_are_left_alone(folder):
+    before = prepared(folder)
+    assert "zorro" not in before.actor_rollout_ref.ref
+    prepared(folder, "actor_rollout_ref.actor.use_prefix_grouper=True", "critic.strategy=fsdp")
