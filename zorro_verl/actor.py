@@ -26,7 +26,14 @@ from verl.workers.engine.utils import postprocess_batch_func
 from zorro_verl.batching import split_micro_batches
 from zorro_verl.grouping import Rows, prompt_fingerprints
 from zorro_verl.metrics import ShareCounts, skipped_step_metric
-from zorro_verl.models import SharedPrompt, check_supported, check_training, install
+from zorro_verl.models import (
+    SharedPrompt,
+    check_supported,
+    check_training,
+    check_window,
+    install,
+    sliding_window,
+)
 from zorro_verl.options import CONFIG_KEY, ZorroOptions
 from zorro_verl.packing import Plan, build_plan
 from zorro_verl.standalone import Standalone
@@ -163,6 +170,7 @@ class DeduplicatedActor(Standalone, FSDPEngineWithLMHead):
         try:
             _refuse_flags(data)
             rows = rows_from_verl(data)
+            check_window(sliding_window(self.model_config.hf_config), int(rows.lens.max()))
             fingerprints = prompt_fingerprints(rows).tolist()
             prompt_lens, response_lens = rows.prompt_lens.tolist(), rows.response_lens.tolist()
             split = partial(

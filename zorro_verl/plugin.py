@@ -19,6 +19,7 @@ whole. For `strategy=zorro` it becomes a ValueError with the reason, raised by a
 import functools
 import importlib
 import inspect
+import logging
 import os
 from types import ModuleType
 from typing import NamedTuple
@@ -179,6 +180,8 @@ def _reason(error: Exception) -> str:
 
 def install() -> None:
     """Leave the callbacks. Calling it again, after a reload or by verl's second discovery route, changes nothing."""
+    # verl's own loggers follow this variable below a root that shows warnings only; so do ours.
+    logging.getLogger("zorro_verl").setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
     after_import("verl.workers.engine", register_engine)
     after_import(TRAINER, wrap_trainer)
     after_import(LEGACY_TRAINER, wrap_legacy_trainer)

@@ -15,8 +15,6 @@ from zorro_verl.cpu_runtime import hooks
 from zorro_verl.cpu_runtime.stock import FSDP1_REFUSAL
 
 logger = logging.getLogger(__name__)
-# verl sets the root to WARNING and the level of each of its loggers by this variable.
-logger.setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
 
 STRATEGIES = ("fsdp2", "zorro")
 
