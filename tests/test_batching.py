@@ -120,6 +120,12 @@ def test_micro_batches_are_balanced():
     assert [tokens_of(batch, b) for b in split_micro_batches(*batch, budget=79)] == [40, 40]
 
 
+def test_balance_never_breaks_the_budget():
+    """3 3 | 2 2 2 fits two micro-batches of 6 exactly; spreading the largest first would make it 7 and 5."""
+    batch = batch_of([(2, [1]), (2, [1]), (1, [1]), (1, [1]), (1, [1])])
+    assert split_micro_batches(*batch, budget=6) == [[0, 1], [2, 3, 4]]
+
+
 @hypothesis_settings(max_examples=400)
 @given(groups=GROUPS, seed=SEED, slack=st.integers(0, 120), more=st.integers(0, 8))
 def test_micro_batches_keep_their_promises(groups, seed, slack, more):
@@ -196,10 +202,18 @@ def test_mini_batches_keep_the_order_of_groups():
     assert sorted(second + fourth) == list(range(8, 16))
 
 
-def test_groups_larger_than_a_cell_are_cut_no_more_than_they_must():
-    batch = batch_of([(4, [1] * 8), (4, [1] * 8)])
-    cells = cells_of(place_groups(*batch, 4, 1), 4, 1)
-    assert pieces_of(batch, cells) == [2, 2]
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "pieces"),
+    [
+        pytest.param([8, 8], 4, [2, 2], id="twice-a-cell"),
+        pytest.param([3, 3, 3, 3], 3, [1, 1, 1, 3], id="one-row-of-room-in-each-cell"),
+        pytest.param([6, 6, 4, 4, 4, 4], 4, [1, 1, 1, 1, 2, 2], id="rests-fit-whole-into-what-others-left"),
+        pytest.param([1, 4, 2, 3, 4, 2], 4, [1, 1, 1, 1, 1, 1], id="largest-first-fits-all"),
+    ],
+)
+def test_unequal_groups_are_cut_no_more_than_they_must(sizes, num_ranks, pieces):
+    batch = batch_of([(4, [1] * n) for n in sizes])
+    assert pieces_of(batch, cells_of(place_groups(*batch, num_ranks, 1), num_ranks, 1)) == pieces
 
 
 @hypothesis_settings(max_examples=400)

@@ -99,10 +99,9 @@ class _SplitAttention(torch.autograd.Function):
 
 def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Fold ``(part, part_lse)`` into ``(out, lse)`` in place."""
-    merged = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - merged).exp_().T[..., None])
-    out.addcmul_(part.to(out.dtype), (part_lse - merged).exp_().T[..., None])
-    lse.copy_(merged)
+    # The two weights exp(L_i - L) add up to one, and the second is a sigmoid: one pass over the outputs.
+    out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).T[..., None])
+    lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 def plan_attention(

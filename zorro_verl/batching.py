@@ -128,7 +128,8 @@ def _fill(groups: list[list[int]], capacities: list[int], work) -> list[list[lis
             homeless.append(rows)
     for rows in homeless:
         while rows:
-            cell = max(range(len(cells)), key=lambda c: room[c])
+            # The tightest cell that takes all that is left, else the roomiest.
+            cell = min(range(len(cells)), key=lambda c: (room[c] < len(rows), abs(room[c] - len(rows))))
             rows_here, rows = rows[: room[cell]], rows[room[cell] :]
             put(cell, rows_here)
     return cells
