@@ -131,6 +131,11 @@ def test_warm_start_is_built_once_and_again_after_a_change(demo, tmp_path):
     assert (tmp_path / "m" / "train.parquet").stat().st_mtime_ns == built
     assert "already there" in said[-1]
 
+    (tmp_path / "m" / "model" / "model.safetensors").unlink()
+    warm_start.ensure(tmp_path / "m", tiny, said.append)
+    assert (tmp_path / "m" / "model" / "model.safetensors").exists()
+
+    built = (tmp_path / "m" / "train.parquet").stat().st_mtime_ns
     warm_start.ensure(tmp_path / "m", replace(tiny, seed=1), said.append)
     assert (tmp_path / "m" / "train.parquet").stat().st_mtime_ns != built
 

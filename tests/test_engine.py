@@ -87,10 +87,12 @@ def local_rows(rows, rank, world_size):
     return rows[rank * per_rank : (rank + 1) * per_rank]
 
 
-def compare_engines(rank, path, world_size, checkpointing, settings):
+def compare_engines(rank, path, world_size, checkpointing, settings, mode):
+    from zorro_verl.options import ZorroOptions
+
     rows = local_rows(ragged_batch(), rank, world_size)
     build = partial(build_engine, path, checkpointing=checkpointing)
-    stock, zorro = build("fsdp2"), build("zorro")
+    stock, zorro = build("fsdp2"), build("zorro", zorro=ZorroOptions(logits_optimization=mode))
     stock_ref, zorro_ref = build("fsdp2", forward_only=True), build("zorro", forward_only=True)
     batch = partial(verl_batch, rows, seed=rank, temperature=0.7, global_batch_size=len(rows) * world_size)
     stock_settings = {"use_remove_padding": False}
@@ -151,10 +153,13 @@ def checkpoint(tmp_path_factory):
         pytest.param(2, True, {}, id="two-ranks-checkpointing"),
         pytest.param(2, False, {"max_token_len_per_gpu": 40}, id="two-ranks-groups-cut-by-the-budget"),
         pytest.param(1, True, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}, id="fixed-size-one"),
+        pytest.param(2, True, {"logits_optimization": "memory"}, id="two-ranks-head-in-chunks"),
     ],
 )
 def test_zorro_equals_stock(checkpoint, world_size, checkpointing, settings):
-    run_ranks(compare_engines, world_size, checkpoint, world_size, checkpointing, settings)
+    settings = dict(settings)
+    mode = settings.pop("logits_optimization", "none")
+    run_ranks(compare_engines, world_size, checkpoint, world_size, checkpointing, settings, mode)
 
 
 def fewer_groups_on_one_rank(rank, path):
@@ -171,7 +176,7 @@ def fewer_groups_on_one_rank(rank, path):
             output = engine.forward_backward_batch(data, ppo_loss_function())
             grads.append(full_gradients(engine))
     assert worst_gradient(*grads) <= TOLERANCE
-    return len(output["loss"]), output["metrics"]["zorro/pieces"]
+    return len(output["loss"]), output["metrics"]["zorro/pieces"][0]
 
 
 def test_ranks_agree_on_the_micro_batch_count(checkpoint):
@@ -181,13 +186,30 @@ def test_ranks_agree_on_the_micro_batch_count(checkpoint):
 
 
 def data_error_on_one_rank(rank, path):
+    """Both ranks stay alive through every error, as Ray's actors do: one that waited would run into the time limit."""
     g = torch.Generator().manual_seed(rank)
-    rows = [(tokens(5, g), tokens(4, g)) for _ in range(4)]
-    if rank == 1:
-        rows[2] = (rows[2][0][:0], rows[2][1])
+    rows = [(tokens(5, g), tokens(4, g)) for _ in range(4)]  # two of them fill a micro-batch
+    no_prompt = [*rows[:2], (rows[2][0][:0], rows[2][1]), rows[3]]
+    unknown = [*rows[:3], (rows[3][0], rows[3][1] + 1000)]
     engine = build_engine(path, "zorro")
-    with engine.train_mode(), pytest.raises(ValueError, match=r"row\(s\) \[2\].*rank 1"):
-        engine.forward_backward_batch(verl_batch(rows, global_batch_size=8), ppo_loss_function())
+    positions = jagged([torch.arange(n) for n in (8, 10, 9, 9)])
+    for these, change, message in (
+        (no_prompt, {}, r"row\(s\) \[2\].*rank 1"),
+        (unknown, {}, "input_ids: expected tokens"),
+        (rows, {"temperature": torch.ones(4, 1)}, "temperature"),
+        (rows, {"position_ids": positions}, "position_ids"),
+        (rows, {"position_ids": jagged([torch.arange(9.0)] * 4)}, "position_ids"),
+        (rows, {"advantages": jagged([torch.ones(n) for n in (3, 5, 4, 4)])}, "advantages"),
+        (rows, {"loss_mask": None}, "loss_mask"),
+        (rows[:1], {}, "batch: expected at least 2 rows on every data-parallel rank"),
+    ):
+        data = verl_batch(these if rank == 1 else rows, global_batch_size=8, max_token_len_per_gpu=20)
+        for key, value in change.items() if rank == 1 else ():
+            data.pop(key)
+            if value is not None:
+                data[key] = value
+        with engine.train_mode(), pytest.raises(ValueError, match=message):
+            engine.forward_backward_batch(data, ppo_loss_function())
     good = [(tokens(5, g), tokens(4, g)) for _ in range(4)]
     with engine.train_mode():
         engine.forward_backward_batch(verl_batch(good, global_batch_size=8), ppo_loss_function())
@@ -230,7 +252,10 @@ def odd_batches(rank, path):
         loss = {"loss_agg_mode": mode, "loss_scale_factor": 16}
         compare(f"{mode}, groups cut over micro-batches", loss=loss, max_token_len_per_gpu=14)
 
+    fixed = verl_batch(rows, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
     with zorro.eval_mode():
+        first, second = (zorro.infer_batch(fixed)["metrics"] for _ in range(2))
+        assert first == second, "the caller's batch was changed"
         for change, message in (
             ({"pop": "responses"}, "responses"),
             ({"distillation_use_topk": True}, "distillation"),

@@ -1,6 +1,7 @@
 """The seam on Hugging Face models against the unpatched model on one unpadded row at a time."""
 
 import copy
+import inspect
 import pickle
 import subprocess
 import sys
@@ -399,6 +400,20 @@ def test_no_mask_reaches_attention_and_bounds_come_from_the_plan():
     assert [call.causal for call in calls] == [True, False] * 2
 
 
+def test_without_split_attention_the_rows_run_as_they_were():
+    model, calls = installed(plain_model(), use_split_attention=False), []
+
+    class Recording(CpuKernels):
+        def forward(self, q, k, v, call, scale):
+            calls.append(call)
+            return super().forward(q, k, v, call, scale)
+
+    model.forward.kernels = Recording()
+    shared_call(model, ROWS)
+    assert [call.causal for call in calls] == [True, True], "one call a layer, and no rectangle"
+    assert calls[0].cu_seqlens_q.diff().tolist() == [len(p) + len(r) for p, r in ROWS]
+
+
 # The model stays a model.
 
 
@@ -460,6 +475,7 @@ def test_parameters_and_state_dict_are_untouched():
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
     assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
     assert [n for n, _ in model.named_buffers()] == [n for n, _ in plain.named_buffers()]
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward), "libraries look arguments up in it"
     model.load_state_dict(plain.state_dict())
 
 
@@ -769,8 +785,15 @@ def test_a_sliding_window_is_refused_when_it_bites(model_type, config):
     assert worst > 0.1, "the config does make a window"
 
 
-def test_a_window_that_no_layer_uses_is_none():
-    model = tiny_model("qwen3", sliding_window=4, use_sliding_window=False)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"use_sliding_window": False}, id="switched-off"),
+        pytest.param({"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, id="no-such-layer"),
+    ],
+)
+def test_a_window_that_no_layer_uses_is_none(config):
+    model = tiny_model("qwen3", sliding_window=4, **config)
     assert_rows(per_row(model, ROWS), shared_call(installed(model), ROWS))
 
 

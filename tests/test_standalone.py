@@ -256,6 +256,39 @@ def test_bad_options_are_named(folder, options, message):
         make_actor(folder, **options)
 
 
+def test_a_mask_of_any_dtype_counts_the_same(folder):
+    g = torch.Generator().manual_seed(0)
+    rows = [(torch.arange(1, 6), torch.randint(1, 61, (300,), generator=g)) for _ in range(3)]
+    actor = make_actor(folder)
+    losses = set()
+    for dtype in (torch.int64, torch.bool, torch.bfloat16):
+        batch = training_batch(rows)
+        batch["response_mask"] = torch.ones_like(batch["responses"]).to(dtype)
+        losses.add(actor.compute_policy_loss_and_backward(batch)["actor/policy_loss"])
+    assert len(losses) == 1, "900 tokens are not a bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({}, {"gradient_accumulation": 0}, "gradient_accumulation"),
+        ({}, {"temperature": "0.7"}, "temperature"),
+        ({"input_ids": 61}, {}, "input_ids: expected tokens in 0..60"),
+    ],
+)
+def test_bad_arguments_are_named(folder, rows, change, options, message):
+    batch = training_batch(rows)
+    for key, value in change.items():
+        batch[key] = torch.where(batch["attention_mask"] == 1, value, 0)
+    with pytest.raises(ValueError, match=message):
+        make_actor(folder).compute_policy_loss_and_backward(batch, **options)
+
+
+def test_a_batch_that_is_no_mapping(folder):
+    with pytest.raises(ValueError, match="batch: expected a mapping"):
+        make_actor(folder).forward(None)
+
+
 def test_temperature_of_another_length(folder, rows):
     with pytest.raises(ValueError, match="temperature"):
         make_actor(folder).forward(padded_batch(rows), temperature=torch.ones(3))

@@ -44,7 +44,7 @@ def test_one_override_trains_with_whole_groups(material):
         assert not any(name.startswith("actor/zorro") for name in step)
         # The rollout server is a plain model: had the engine scored other tokens, these would part.
         assert step["training/rollout_probs_diff_max"] < 1e-5
-    assert steps[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert 0 < steps[0]["actor/kl_loss"] < steps[1]["actor/kl_loss"]  # the first mini-batch's is 0
     assert steps[0]["actor/grad_norm"] > 0
     assert any("val-core" in name or "val-aux" in name for step in logged_steps(output) for name in step)
     assert (material / "checkpoints" / "global_step_2" / "actor").is_dir()

@@ -23,6 +23,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
+from zorro_verl.attention import MAX_REFERENCE_TOKENS
 from zorro_verl.batching import split_micro_batches
 from zorro_verl.grouping import Rows, prompt_fingerprints
 from zorro_verl.metrics import ShareCounts, skipped_step_metric
@@ -37,7 +38,7 @@ from zorro_verl.models import (
 from zorro_verl.options import CONFIG_KEY, ZorroOptions
 from zorro_verl.packing import Plan, build_plan
 from zorro_verl.standalone import Standalone
-from zorro_verl.verl_rows import rows_from_verl
+from zorro_verl.verl_rows import check_batch, rows_from_verl
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ class DeduplicatedActor(Standalone, FSDPEngineWithLMHead):
             # verl's own default of flash_attention_2 is no request: only what the user wrote counts.
             attention = self.model_config.override_config.get("attn_implementation", "auto")
         install(module, attention, self.options.use_split_attention, device=get_device_name())
+        self._dense = module.forward.kernels is None
         return module
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> dict:
@@ -136,6 +138,7 @@ class DeduplicatedActor(Standalone, FSDPEngineWithLMHead):
         Raises:
             ValueError: bad data on any data-parallel rank, raised on all of them so that none waits for another.
         """
+        data = data.copy()  # shallow: the settings below are this call's, not the caller's
         micro_batches, indices, counts = self._micro_batches(data)
         group = self.get_data_parallel_group()
         num_tokens = data["loss_mask"].sum().to(get_device_name())
@@ -170,6 +173,7 @@ class DeduplicatedActor(Standalone, FSDPEngineWithLMHead):
         try:
             _refuse_flags(data)
             rows = rows_from_verl(data)
+            check_batch(data, rows, self.module.get_input_embeddings().num_embeddings)
             check_window(sliding_window(self.model_config.hf_config), int(rows.lens.max()))
             fingerprints = prompt_fingerprints(rows).tolist()
             prompt_lens, response_lens = rows.prompt_lens.tolist(), rows.response_lens.tolist()
@@ -181,9 +185,11 @@ class DeduplicatedActor(Standalone, FSDPEngineWithLMHead):
                 *_token_budget(data, int(rows.lens.max())),
             )
             indices = split(min_count=1)
+            if self._dense:
+                self._check_dense(indices, rows)
         except Exception as error:
             failure = error  # raised below, on every rank: the others would wait for this one in a collective
-        most = self._agree(failure, len(indices))
+        most = self._agree(failure, len(indices), len(data))
         if len(indices) < most:
             indices = split(min_count=most)
 
@@ -196,15 +202,30 @@ class DeduplicatedActor(Standalone, FSDPEngineWithLMHead):
             micro_batches.append(tu.index_select_tensor_dict(data, torch.tensor(part)))
         return micro_batches, indices, counts
 
-    def _agree(self, failure: Exception | None, count: int) -> int:
+    def _check_dense(self, indices: list[list[int]], rows: Rows) -> None:
+        """The dense reference builds a mask over a whole micro-batch, at worst over its rows as they were."""
+        longest = max(int(rows.lens[part].sum()) for part in indices)
+        if longest > MAX_REFERENCE_TOKENS:
+            raise ValueError(
+                f"{CONFIG_KEY}.attn_implementation: expected micro-batches of at most {MAX_REFERENCE_TOKENS} tokens "
+                f"with eager, got one of {longest}; use sdpa"
+            )
+
+    def _agree(self, failure: Exception | None, count: int, num_rows: int) -> int:
         """The largest micro-batch count of any data-parallel rank; FSDP's collectives hang when ranks differ."""
         text = f"{failure} (data-parallel rank {self.get_data_parallel_rank()})" if failure else None
         words: list[Any] = [None] * self.get_data_parallel_size()
-        torch.distributed.all_gather_object(words, (text, count), group=self.get_data_parallel_group())
-        failures = [word for word, _ in words if word is not None]
+        torch.distributed.all_gather_object(words, (text, count, num_rows), group=self.get_data_parallel_group())
+        failures = [word for word, _, _ in words if word is not None]
         if failures:
             raise ValueError("; ".join(failures)) from failure
-        return max(count for _, count in words)
+        most, fewest_rows = max(count for _, count, _ in words), min(num_rows for _, _, num_rows in words)
+        if most > fewest_rows:
+            raise ValueError(
+                f"batch: expected at least {most} rows on every data-parallel rank, the micro-batches that one of them "
+                f"needs, got {fewest_rows} on another; verl hands every rank the same number of rows"
+            )
+        return most
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
         """verl's micro-batch of jagged rows -> the packed model inputs and the plan to read the output with."""

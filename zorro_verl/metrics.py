@@ -21,25 +21,26 @@ class ShareCounts:
     Attributes:
         tokens_total: tokens of all rows, prompts counted once per row.
         tokens_packed: tokens that went through the model.
-        pieces: ``(fingerprint, rows)`` of each group in each micro-batch: a group that was cut has several.
+        calls: for each call of the engine, in their order, ``(fingerprint, rows)`` of each group in each micro-batch:
+            a group that was cut has several.
         skipped_steps: optimizer steps that verl skipped because the grad norm was not finite.
     """
 
     def __init__(self) -> None:
         self.tokens_total = 0
         self.tokens_packed = 0
-        self.pieces: list[tuple[int, int]] = []
+        self.calls: list[tuple[tuple[int, int], ...]] = [()]
         self.skipped_steps = 0
 
     def add_micro_batch(self, tokens_total: int, tokens_packed: int, fingerprints: Sequence[int]) -> None:
         """Count one micro-batch; ``fingerprints`` holds one prompt fingerprint per row."""
         self.tokens_total += tokens_total
         self.tokens_packed += tokens_packed
-        self.pieces += Counter(fingerprints).items()
+        self.calls[-1] += tuple(Counter(fingerprints).items())
 
     def to_metrics(self) -> dict[str, list]:
         """In the form that verl gathers over ranks and concatenates over mini-batches: every value a list."""
-        return {_TOKENS_TOTAL: [self.tokens_total], _TOKENS_PACKED: [self.tokens_packed], _PIECES: list(self.pieces)}
+        return {_TOKENS_TOTAL: [self.tokens_total], _TOKENS_PACKED: [self.tokens_packed], _PIECES: list(self.calls)}
 
     @classmethod
     def pop_from(cls, metrics: dict[str, Any]) -> ShareCounts | None:
@@ -49,7 +50,7 @@ class ShareCounts:
         counts = cls()
         counts.tokens_total = sum(_flat(metrics.pop(_TOKENS_TOTAL)))
         counts.tokens_packed = sum(_flat(metrics.pop(_TOKENS_PACKED)))
-        counts.pieces = list(_flat(metrics.pop(_PIECES)))
+        counts.calls = _flat(metrics.pop(_PIECES))
         counts.skipped_steps = sum(_flat(metrics.pop(_SKIPPED, [])))
         return counts
 
@@ -60,18 +61,23 @@ class ShareCounts:
     def summary(self, epochs: int = 1) -> Mapping[str, Any]:
         """The counts under their public names, ``fallback`` a mapping from each reason to rows.
 
-        A group is one distinct prompt per epoch. It was split when it came in more pieces than epochs, and its rows
-        that then went through the model alone are its fallback.
+        A group is one distinct prompt in one epoch. It was split when it came in several pieces, and its rows that
+        then went through the model alone are its fallback. Epochs are equal runs of calls.
         """
-        pieces = Counter(fingerprint for fingerprint, _ in self.pieces)
-        split = {fingerprint for fingerprint, count in pieces.items() if count > epochs}
-        cut = sum(rows for fingerprint, rows in self.pieces if rows == 1 and fingerprint in split)
+        groups = split = cut = 0
+        per_epoch = max(1, len(self.calls) // epochs)
+        for start in range(0, len(self.calls), per_epoch):
+            pieces = [piece for call in self.calls[start : start + per_epoch] for piece in call]
+            count = Counter(fingerprint for fingerprint, _ in pieces)
+            groups += len(count)
+            split += sum(n > 1 for n in count.values())
+            cut += sum(rows == 1 and count[fingerprint] > 1 for fingerprint, rows in pieces)
         return {
             "tokens_total": self.tokens_total,
             "tokens_packed": self.tokens_packed,
             "token_ratio": self.token_ratio,
-            "groups": len(pieces) * epochs,
-            "groups_split": len(split) * epochs,
+            "groups": groups,
+            "groups_split": split,
             "fallback": dict.fromkeys(FALLBACK_REASONS, 0) | {"group_cut": cut},
         }
 

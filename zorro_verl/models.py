@@ -9,6 +9,7 @@ the stock forward under the model's own attention.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import sys
@@ -178,6 +179,16 @@ def _head(lm_head: nn.Module, hidden: Tensor, zorro: SharedPrompt) -> tuple[Tens
             f"logits_optimization=memory: expected a plain linear lm_head, got {type(lm_head).__name__}; "
             "use logits_optimization=compute"
         )
+    # The head is called as a module, with another forward for this call: FSDP may have wrapped it by itself, and then
+    # its weight is whole between the hooks of a call only.
+    lm_head.forward = functools.partial(_project, lm_head, zorro)
+    try:
+        return lm_head(hidden)
+    finally:
+        del lm_head.forward
+
+
+def _project(lm_head: nn.Linear, zorro: SharedPrompt, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
     return log_probs_from_hidden(
         hidden, lm_head.weight, lm_head.bias, zorro.labels, zorro.temperature, zorro.calculate_entropy
     )

@@ -20,6 +20,7 @@ from zorro_verl.metrics import ShareCounts
 from zorro_verl.models import check_supported, install
 from zorro_verl.options import ZorroOptions
 from zorro_verl.packing import Plan
+from zorro_verl.verl_rows import check_tokens
 
 # What an engine does inside verl, and which this class does not do outside of it.
 ENGINE_METHODS = (
@@ -138,6 +139,8 @@ class Standalone:
         Returns:
             verl's loss metrics as floats; ``actor/policy_loss`` is the undivided loss.
         """
+        if gradient_accumulation < 1:
+            raise ValueError(f"gradient_accumulation: expected at least 1, got {gradient_accumulation}")
         tensors = _tensors(batch)
         required = ("old_log_probs", "advantages") + (("ref_log_prob",) if self.actor_config.use_kl_loss else ())
         _require(tensors, required)
@@ -161,6 +164,11 @@ class Standalone:
             raise ValueError(f"responses: expected (B, R), got {tuple(responses.shape)}")
         names = ("input_ids", "attention_mask", "position_ids")
         rows = Rows.from_padded(*(tensors[name].to(device) for name in names), responses.shape[1])
+        check_tokens(rows, self.module.get_input_embeddings().num_embeddings)
+        if rows.position_ids.dim() != 1:
+            raise ValueError(f"position_ids: expected (B, S) for a text model, got {rows.position_ids.shape[0]} axes")
+        if not isinstance(temperature, Tensor | float | int):
+            raise ValueError(f"temperature: expected a float or a tensor, got {type(temperature).__name__}")
         if isinstance(temperature, Tensor) and temperature.dim() > 0 and temperature.shape != (rows.num_rows,):
             raise ValueError(f"temperature: expected a float or ({rows.num_rows},), got {tuple(temperature.shape)}")
         inputs, plan = self.pack(rows, temperature, calculate_entropy)
@@ -179,6 +187,8 @@ def _loss_inputs(tensors: dict[str, Tensor], rows: Rows) -> TensorDict:
 
     def jagged(name: str, default: Tensor | None = None) -> Tensor:
         value = tensors.get(name, default)
+        if name == "response_mask":
+            value = value != 0  # summed below, which in a short dtype would round
         if value.shape != valid.shape:
             raise ValueError(f"{name}: expected (B, R) = {tuple(valid.shape)}, got {tuple(value.shape)}")
         # Without its length bounds a jagged tensor pads to the sum of its rows.
@@ -188,7 +198,7 @@ def _loss_inputs(tensors: dict[str, Tensor], rows: Rows) -> TensorDict:
 
     fields = {name: jagged(name) for name in ("responses", "old_log_probs", "advantages")}
     fields |= {name: jagged(name) for name in ("ref_log_prob", "rollout_is_weights") if name in tensors}
-    fields["response_mask"] = jagged("response_mask", valid.long())
+    fields["response_mask"] = jagged("response_mask", valid)
     fields["input_ids"] = torch.nested.nested_tensor_from_jagged(rows.tokens, rows.cu_seqlens.to(device))
     prompt_tokens = ranges(rows.cu_seqlens[:-1], rows.prompt_lens, device)
     fields["prompts"] = torch.nested.nested_tensor_from_jagged(
@@ -209,6 +219,8 @@ def _loss_inputs(tensors: dict[str, Tensor], rows: Rows) -> TensorDict:
 
 def _tensors(batch: Any) -> dict[str, Tensor]:
     source = batch.batch if hasattr(batch, "meta_info") else batch
+    if not hasattr(source, "items"):
+        raise ValueError(f"batch: expected a mapping of tensors or a DataProto, got {type(batch).__name__}")
     return {str(key): value for key, value in source.items() if isinstance(value, Tensor)}
 
 

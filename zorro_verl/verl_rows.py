@@ -26,9 +26,11 @@ def rows_from_verl(data: TensorDict) -> Rows:
             )
     input_ids, position_ids, responses = data["input_ids"], data["position_ids"], data["responses"]
     for name, value in (("input_ids", input_ids), ("position_ids", position_ids)):
-        if not value.is_nested:
-            raise ValueError(f"{name}: expected a jagged tensor (verl's no-padding layout), got {tuple(value.shape)}")
-    if any(dict(inputs) for inputs in _per_row(data, "multi_modal_inputs")):
+        if not value.is_nested or value.lengths() is not None:
+            raise ValueError(f"{name}: expected jagged rows without holes (verl's no-padding layout)")
+        if value.is_floating_point():
+            raise ValueError(f"{name}: expected integers, got {value.dtype}")
+    if any(inputs for inputs in _per_row(data, "multi_modal_inputs")):
         raise ValueError(
             "multi_modal_inputs: expected text-only rows for this model type, got images or other media; "
             "use actor_rollout_ref.actor.strategy=fsdp2"
@@ -36,12 +38,44 @@ def rows_from_verl(data: TensorDict) -> Rows:
     if responses.is_nested:
         response_lens = responses.offsets().diff()
     elif "attention_mask" in data.keys():
-        response_lens = data["attention_mask"][:, -responses.shape[1] :].sum(1)
+        response_lens = data["attention_mask"][:, -responses.shape[1] :].bool().sum(1)
     else:
         raise ValueError("attention_mask: expected beside dense responses, got none")
     cu_seqlens = input_ids.offsets()
     positions = position_ids.values()
-    return Rows(input_ids.values(), positions.long(), cu_seqlens, cu_seqlens.diff().cpu() - response_lens.cpu())
+    prompt_lens = cu_seqlens.diff().cpu() - response_lens.cpu()
+    return Rows(input_ids.values().long(), positions.long(), cu_seqlens, prompt_lens)
+
+
+def check_batch(data: TensorDict, rows: Rows, vocabulary: int) -> None:
+    """Refuse what would otherwise fail later and on one rank only, where the others would wait for it.
+
+    Raises:
+        ValueError: a missing mask or temperature, rows that don't line up between fields, or a token that the model
+            doesn't have.
+    """
+    for key in ("loss_mask", "temperature"):
+        if key not in data.keys():
+            raise ValueError(f"{key}: expected in the batch, got none")
+    temperature = data["temperature"]
+    if isinstance(temperature, torch.Tensor) and temperature.dim() > 0 and temperature.shape != (rows.num_rows,):
+        raise ValueError(f"temperature: expected a number or ({rows.num_rows},), got {tuple(temperature.shape)}")
+    check_tokens(rows, vocabulary)
+    positions = data["position_ids"].offsets().cpu()
+    if not torch.equal(positions, rows.cu_seqlens):
+        raise ValueError("position_ids: expected rows as long as those of input_ids, got others")
+    lens = rows.response_lens
+    for key in ("response_mask", "loss_mask", "old_log_probs", "advantages", "ref_log_prob"):
+        value = data.get(key, None)
+        if isinstance(value, torch.Tensor) and value.is_nested and not torch.equal(value.offsets().diff().cpu(), lens):
+            raise ValueError(f"{key}: expected rows as long as the responses, got others")
+
+
+def check_tokens(rows: Rows, vocabulary: int) -> None:
+    """Raise a ValueError for a token id outside of the model's embedding."""
+    low, high = (int(x) for x in torch.aminmax(rows.tokens))
+    if low < 0 or high >= vocabulary:
+        raise ValueError(f"input_ids: expected tokens in 0..{vocabulary - 1}, got {low}..{high}")
 
 
 def _per_row(data: TensorDict, key: str) -> list:

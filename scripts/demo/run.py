@@ -24,7 +24,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     variables = os.environ
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     option = parser.add_argument
-    option("--steps", type=int, default=variables.get("STEPS", "24"), help="training steps; also STEPS=")
+    option("--steps", type=int, default=variables.get("STEPS", "20"), help="training steps; also STEPS=")
     option("--out", type=Path, default=variables.get("DEMO_OUT", REPOSITORY / "demo-out"), help="also DEMO_OUT=")
     option("--no-baseline", action="store_true", default=variables.get("BASELINE") == "0", help="also BASELINE=0")
     options = parser.parse_args(arguments)
@@ -57,7 +57,7 @@ def main(options: argparse.Namespace) -> int:
     result = report.learning(zorro.rewards)
     styles = [
         (name, report.style(read_generations(zorro_folder.validation, step)))
-        for name, step in (("before", 0), (f"after {settings.steps} steps", settings.steps))
+        for name, step in (("before", 0), (f"after step {settings.steps}", settings.steps))
     ]
     comparison = report.compare(zorro, stock) if stock else None
     report.save_plot(runs, out / "reward.png")
@@ -69,6 +69,7 @@ def main(options: argparse.Namespace) -> int:
     print("What was learned (fresh draws of the same 100 facts; no prompt shows its own answer):")
     print(f"{report.render_styles(styles)}\n")
     print(report.render_learning(result))
+    print(f"\nMachine    {report.machine()}")
     print(f"Checkpoint {checkpoint}\nFigure     {out / 'reward.png'}\nNumbers    {out / 'summary.json'}")
     say("done")
     return NOT_LEARNED if result.can_be_judged and not result.happened else OK
@@ -97,7 +98,7 @@ def run_strategy(
     def enough(records: list[Record]) -> bool:
         return budget is not None and bool(run.steps) and run.clock[-1] >= budget
 
-    say(f"{strategy}: starting Ray and {settings.ranks} FSDP2 ranks; everything they print goes to {folder.log}")
+    say(f"{strategy}: starting Ray and {settings.ranks} FSDP2 ranks (a minute); all that they print is in {folder.log}")
     trainer_run.train(strategy, settings, material, folder, on_record, enough)
     return run
 
@@ -115,6 +116,7 @@ def progress_line(strategy: str, record: Record, steps: int) -> str:
 def save_summary(path: Path, runs, result, styles, comparison) -> None:
     """Every number of the report, for scripts."""
     summary = {
+        "machine": report.machine(),
         "learning": asdict(result),
         "style": {name: asdict(style) for name, style in styles},
         "comparison": comparison and asdict(comparison),
@@ -154,5 +156,5 @@ if __name__ == "__main__":
         print(f"\n{error}", file=sys.stderr)
         sys.exit(FAILED)
     except KeyboardInterrupt:
-        print("\ninterrupted; the run and its Ray processes are gone")
+        print("\ninterrupted; nothing is left running")
         sys.exit(INTERRUPTED)

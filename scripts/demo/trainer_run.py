@@ -142,6 +142,7 @@ def environment(folder: RunFolder, mark: str) -> dict[str, str]:
     return inherited | {
         RUN_MARK: mark,
         "VERL_FILE_LOGGER_PATH": str(folder.metrics),
+        "HYDRA_FULL_ERROR": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",

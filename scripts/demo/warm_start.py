@@ -16,6 +16,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+PRODUCTS = (
+    "model/config.json",
+    "model/model.safetensors",
+    "model/tokenizer.json",
+    "train.parquet",
+    "validation.parquet",
+)
+
 
 @dataclass(frozen=True)
 class WarmStart:
@@ -29,7 +37,8 @@ class WarmStart:
 def ensure(folder: Path, settings: WarmStart, say: Callable[[str], None]) -> None:
     """Leaves `model/`, `train.parquet` and `validation.parquet` in the folder; a finished one is not built again."""
     stamp, wanted = folder / "built.json", recipe(settings)
-    if stamp.is_file() and json.loads(stamp.read_text()) == wanted:
+    complete = all((folder / name).is_file() for name in (stamp.name, *PRODUCTS))
+    if complete and json.loads(stamp.read_text()) == wanted:
         say(f"warm start: already there ({folder})")
         return
     shutil.rmtree(folder, ignore_errors=True)
