@@ -258,3 +258,10 @@ def test_ranks_are_as_balanced_as_karmarkar_karp_makes_them(num_ranks):
         ratios.append(max(ours) / max(theirs))
     assert max(ratios) <= 1.05, max(ratios)
     assert sum(ratios) / len(ratios) <= 1.01
+
+
+def test_a_tight_fit_is_found_where_spreading_by_load_would_cut():
+    groups = [g for g, size in enumerate((3, 3, 2, 2, 2)) for _ in range(size)]
+    order = place_groups(groups, [5] * 12, [4] * 12, num_ranks=2, num_mini_batches=1)
+    ranks = [{groups[row] for row in order[i : i + 6]} for i in (0, 6)]
+    assert not ranks[0] & ranks[1]

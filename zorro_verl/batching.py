@@ -5,11 +5,13 @@ Host arithmetic on row lengths; nothing here changes a result, only how much of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # verl's estimate of a row's work is LINEAR_WORK * s + s**2 (verl.utils.seqlen_balancing.calculate_workload, from the
 # FLOPs of a 7B layer); a packed group is counted in the same units, so that the two balance alike.
 LINEAR_WORK = 24576
+
+Work = Callable[[list[int]], int]
 
 
 def packed_tokens(prompt_len: int, response_lens: Sequence[int]) -> int:
@@ -109,30 +111,41 @@ def place_groups(
     return [row for rows in ranks for row in rows]
 
 
-def _fill(groups: list[list[int]], capacities: list[int], work) -> list[list[list[int]]]:
-    """Put groups into cells of fixed row counts: whole into the least loaded cell with room, cut only at the end."""
-    room, load = list(capacities), [0] * len(capacities)
-    cells: list[list[list[int]]] = [[] for _ in capacities]
-
-    def put(cell: int, rows: list[int]) -> None:
-        cells[cell].append(rows)
-        room[cell] -= len(rows)
-        load[cell] += work(rows)
-
-    homeless = []
-    for rows in groups:
-        fitting = [c for c in range(len(cells)) if room[c] >= len(rows)]
-        if fitting:
-            put(min(fitting, key=lambda c: (load[c], c)), rows)
-        else:
-            homeless.append(rows)
+def _fill(groups: list[list[int]], capacities: list[int], work: Work) -> list[list[list[int]]]:
+    """Put groups into cells of fixed row counts: whole where they fit, and cut only for the room that is left."""
+    cells, homeless = _place_whole(groups, capacities, work, tightest=False)
+    if homeless:  # spreading by load left gaps: the tightest fit may leave fewer
+        tight_cells, tight_homeless = _place_whole(groups, capacities, work, tightest=True)
+        if sum(map(len, tight_homeless)) < sum(map(len, homeless)):
+            cells, homeless = tight_cells, tight_homeless
+    room = [capacity - sum(map(len, cell)) for capacity, cell in zip(capacities, cells, strict=True)]
     for rows in homeless:
         while rows:
             # The tightest cell that takes all that is left, else the roomiest.
             cell = min(range(len(cells)), key=lambda c: (room[c] < len(rows), abs(room[c] - len(rows))))
             rows_here, rows = rows[: room[cell]], rows[room[cell] :]
-            put(cell, rows_here)
+            cells[cell].append(rows_here)
+            room[cell] -= len(rows_here)
     return cells
+
+
+def _place_whole(
+    groups: list[list[int]], capacities: list[int], work: Work, tightest: bool
+) -> tuple[list[list[list[int]]], list[list[int]]]:
+    """Each group, in the order given, into the least loaded (or the tightest) cell with room; and those without."""
+    cells: list[list[list[int]]] = [[] for _ in capacities]
+    room, load = list(capacities), [0] * len(capacities)
+    homeless = []
+    for rows in groups:
+        fitting = [c for c in range(len(cells)) if room[c] >= len(rows)]
+        if not fitting:
+            homeless.append(rows)
+            continue
+        cell = min(fitting, key=(lambda c: room[c]) if tightest else (lambda c: load[c]))
+        cells[cell].append(rows)
+        room[cell] -= len(rows)
+        load[cell] += work(rows)
+    return cells, homeless
 
 
 def _first_fit(items: list[int], sizes: list[int], capacity: int) -> list[list[int]]:
