@@ -4,6 +4,7 @@ import math
 import os
 import platform
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -23,7 +24,7 @@ class Run:
 
     strategy: str
     steps: list[Record]
-    samples: list  # one comparable value a step
+    samples: list[tuple[Counter, float]]  # as `samples_of_step` gives them
 
     @property
     def rewards(self) -> list[float]:
@@ -250,9 +251,10 @@ def save_plot(runs: Sequence[Run], path: Path) -> None:
 
 
 def machine() -> str:
-    """What the seconds were measured on."""
+    """What the seconds are measured on, and what else it is busy with."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
     packages = (f"{name} {version(name)}" for name in ("zorro-verl", "verl", "torch", "transformers"))
     name = found[1] if found else platform.machine()
-    return f"{os.cpu_count()} x {name}, Python {platform.python_version()}, {', '.join(packages)}"
+    load = f"load average before {os.getloadavg()[0]:.1f}"
+    return f"{os.cpu_count()} x {name}, {load}, Python {platform.python_version()}, {', '.join(packages)}"

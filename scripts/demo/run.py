@@ -35,6 +35,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     say = make_clocked_print()
+    machine = report.machine()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     settings = trainer_run.Settings(steps=options.steps)
@@ -61,7 +62,7 @@ def main(options: argparse.Namespace) -> int:
     ]
     comparison = report.compare(zorro, stock) if stock else None
     report.save_plot(runs, out / "reward.png")
-    save_summary(out / "summary.json", runs, result, styles, comparison)
+    save_summary(out / "summary.json", machine, runs, result, styles, comparison)
 
     print(f"\n{report.render_plot(runs)}\n\n{report.render_table(zorro, stock)}\n")
     if comparison:
@@ -69,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
     print("What was learned (fresh draws of the same 100 facts; no prompt shows its own answer):")
     print(f"{report.render_styles(styles)}\n")
     print(report.render_learning(result))
-    print(f"\nMachine    {report.machine()}")
+    print(f"\nMachine    {machine}")
     print(f"Checkpoint {checkpoint}\nFigure     {out / 'reward.png'}\nNumbers    {out / 'summary.json'}")
     say("done")
     return NOT_LEARNED if result.can_be_judged and not result.happened else OK
@@ -113,10 +114,17 @@ def progress_line(strategy: str, record: Record, steps: int) -> str:
     return line
 
 
-def save_summary(path: Path, runs, result, styles, comparison) -> None:
+def save_summary(
+    path: Path,
+    machine: str,
+    runs: list[report.Run],
+    result: report.Learning,
+    styles: list[tuple[str, report.Style]],
+    comparison: report.Comparison | None,
+) -> None:
     """Every number of the report, for scripts."""
     summary = {
-        "machine": report.machine(),
+        "machine": machine,
         "learning": asdict(result),
         "style": {name: asdict(style) for name, style in styles},
         "comparison": comparison and asdict(comparison),
