@@ -32,9 +32,25 @@ def test_the_reference_gets_the_actors_options(folder):
     assert config.actor_rollout_ref.ref.zorro.logits_optimization == "memory"
 
 
+def test_options_work_without_the_group(folder):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    config = prepared(
+        folder,
+        "actor_rollout_ref.actor.strategy=zorro",
+        "+actor_rollout_ref.actor.zorro.logits_optimization=memory",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    )
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert actor.engine.zorro.logits_optimization == "memory"
+    assert config.actor_rollout_ref.ref.zorro.logits_optimization == "memory"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "ulysses_sequence_parallel_size"),
+        ([f"{MODEL}.use_fused_kernels=True"], "use_fused_kernels"),
         (["actor_rollout_ref.actor.use_prefix_grouper=True"], "use_prefix_grouper"),
         (["distillation.enabled=True"], "distillation.enabled"),
         (["critic.strategy=zorro"], "critic.strategy"),

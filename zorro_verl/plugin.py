@@ -157,7 +157,7 @@ def wrap_auto_set_device(device_module: ModuleType) -> None:
             check_verl(ENGINE, TRAINER)
             run_config = importlib.import_module("zorro_verl.verl_config")
             run_config.check_run(config)
-            run_config.share_options_with_reference(config)
+            run_config.spread_options(config)
         original(config)
 
     auto_set_device.wrapped_by_zorro = True

@@ -26,27 +26,43 @@ class ZorroActorConfig(FSDPActorConfig):
         object.__setattr__(self.engine, "zorro", self.zorro)
 
 
-def share_options_with_reference(config: DictConfig) -> None:
-    """Give the reference policy the actor's options: verl's ``ref`` section has no place for any.
+def spread_options(config: DictConfig) -> None:
+    """Make ``+actor.zorro.*`` work without the config group, and give the reference policy the actor's options.
+
+    verl's own actor dataclass takes no ``zorro``, and its ``ref`` section has no place for any.
 
     Args:
         config: the run's whole config, changed in place before verl hands it to its workers.
     """
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    if "zorro" in actor and ref.strategy == "zorro":
-        with open_dict(ref):
+    if "zorro" not in actor:
+        return
+    with open_dict(config):
+        if actor._target_ == f"{FSDPActorConfig.__module__.rsplit('.', 1)[0]}.{FSDPActorConfig.__name__}":
+            actor._target_ = f"{__name__}.{ZorroActorConfig.__name__}"
+            actor.zorro._target_ = f"{ZorroOptions.__module__}.{ZorroOptions.__name__}"
+        if ref.strategy == "zorro":
             ref._target_ = actor._target_
             ref.zorro = actor.zorro
 
 
 def check_run(config: DictConfig) -> None:
     """Refuse, while nothing has been started yet, what ``strategy=zorro`` would get wrong or leave without effect."""
-    expected_false = "expected False with actor.strategy=zorro, got True"
-    actor = config.actor_rollout_ref.actor
-    if actor.get("use_prefix_grouper", False):
-        raise ValueError(f"actor_rollout_ref.actor.use_prefix_grouper: {expected_false}; zorro shares the same prompts")
-    if OmegaConf.select(config, "distillation.enabled", default=False):
-        raise ValueError(f"distillation.enabled: {expected_false}; use actor_rollout_ref.actor.strategy=fsdp2")
+    for key in (
+        "actor_rollout_ref.actor.use_prefix_grouper",
+        "actor_rollout_ref.actor.pad_to_length",
+        "actor_rollout_ref.model.use_fused_kernels",
+        "actor_rollout_ref.model.use_liger",
+        "distillation.enabled",
+    ):
+        if OmegaConf.select(config, key, default=False):
+            raise ValueError(f"{key}: expected False with actor.strategy=zorro, got True; or use strategy=fsdp2")
+    sequence_parallel = OmegaConf.select(config, "actor_rollout_ref.actor.ulysses_sequence_parallel_size", default=1)
+    if sequence_parallel > 1:
+        raise ValueError(
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size: expected 1 with actor.strategy=zorro, "
+            f"got {sequence_parallel}; or use strategy=fsdp2"
+        )
     if OmegaConf.select(config, "critic.strategy") == "zorro":
         raise ValueError("critic.strategy: expected fsdp2 or fsdp, got zorro; it is for actor and reference only")
     if OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async":

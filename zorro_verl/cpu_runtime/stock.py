@@ -10,7 +10,7 @@ from zorro_verl.refusal import refusing_engine
 
 FSDP1_REFUSAL = (
     "strategy=fsdp (FSDP1) does not run on a CPU: verl builds it with sync_module_states=True, which torch allows for "
-    "accelerators only. Set the strategy to fsdp2: actor_rollout_ref.actor.strategy=fsdp2, critic.strategy=fsdp2"
+    "accelerators only; use fsdp2"
 )
 
 
