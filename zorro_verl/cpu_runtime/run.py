@@ -53,7 +53,7 @@ def _check_strategies(config: DictConfig) -> None:
         strategies["critic.strategy"] = config.critic.strategy
     for key, strategy in strategies.items():
         if strategy == "fsdp":
-            raise ValueError(f"{key}: {FSDP1_REFUSAL}")
+            raise ValueError(f"{key}: {FSDP1_REFUSAL}; set {key}=fsdp2")
         if strategy not in STRATEGIES:
             raise ValueError(f"{key} must be one of {STRATEGIES} with trainer.device=cpu, got {strategy}")
 

@@ -10,7 +10,7 @@ from zorro_verl.refusal import refusing_engine
 
 FSDP1_REFUSAL = (
     "strategy=fsdp (FSDP1) does not run on a CPU: verl builds it with sync_module_states=True, which torch allows for "
-    "accelerators only; use fsdp2"
+    "accelerators only"
 )
 
 
@@ -30,7 +30,10 @@ def register_stock_engines(engine: ModuleType) -> None:
         "language_model": transformer_impl.FSDPEngineWithLMHead,
         "value_model": transformer_impl.FSDPEngineWithValueHead,
     }
-    refusal = refusing_engine(engine.BaseEngine, FSDP1_REFUSAL)
+    refusal = refusing_engine(
+        engine.BaseEngine,
+        f"{FSDP1_REFUSAL}; set actor_rollout_ref.actor.strategy=fsdp2, for a critic critic.strategy=fsdp2",
+    )
     for model_type, engine_class in engines.items():
         backends = engine.EngineRegistry._engines[model_type]
         for backend, registered in (("fsdp2", engine_class), ("fsdp", refusal)):
