@@ -110,12 +110,12 @@ def prompt_fingerprints(rows: Rows) -> Tensor:
     Equal prompts have equal fingerprints; the reverse is checked token by token in `find_prompt_groups`.
     """
     row, offset, index = _prompt_tokens(rows)
-    value = _mix(rows.tokens[index] + 1) ^ _mix(offset * 3 + 1)
+    value = mix(rows.tokens[index] + 1) ^ mix(offset * 3 + 1)
     for axis in torch.atleast_2d(rows.position_ids):
-        value = _mix(value ^ axis[index])
+        value = mix(value ^ axis[index])
     device = rows.tokens.device
-    total = torch.zeros(rows.num_rows, dtype=torch.int64, device=device).index_add_(0, row, _mix(value))
-    return _mix(total + rows.prompt_lens.to(device)).cpu()
+    total = torch.zeros(rows.num_rows, dtype=torch.int64, device=device).index_add_(0, row, mix(value))
+    return mix(total + rows.prompt_lens.to(device)).cpu()
 
 
 def find_prompt_groups(rows: Rows) -> Tensor:
@@ -124,14 +124,14 @@ def find_prompt_groups(rows: Rows) -> Tensor:
     Two rows are in one group exactly when their prompts have the same tokens at the same positions. Cost is linear
     in the prompt tokens, with one device synchronisation.
     """
-    group = _number_by_first_appearance(prompt_fingerprints(rows))
+    group = number_by_first_appearance(prompt_fingerprints(rows))
     while True:
         first = first_rows(group)
         same = _same_prompt(rows, first[group])
         if bool(same.all()):
             return group
         # A hash collision: rows unlike the first row of their group leave it together and are compared again.
-        group = _number_by_first_appearance(torch.where(same, group, group + rows.num_rows))
+        group = number_by_first_appearance(torch.where(same, group, group + rows.num_rows))
 
 
 def first_rows(group_index: Tensor) -> Tensor:
@@ -153,7 +153,8 @@ def ranges(starts: Tensor, lengths: Tensor, device: torch.device | str = "cpu") 
     return torch.arange(total, device=device) + shift.repeat_interleave(lengths.to(device), output_size=total)
 
 
-def _number_by_first_appearance(keys: Tensor) -> Tensor:
+def number_by_first_appearance(keys: Tensor) -> Tensor:
+    """``(n,)`` keys -> the number of each distinct key, in order of first appearance."""
     group = torch.unique(keys, return_inverse=True)[1]
     rank = torch.empty(int(group.max()) + 1, dtype=torch.int64)
     rank[first_rows(group).argsort()] = torch.arange(rank.numel())
@@ -181,8 +182,8 @@ def _same_prompt(rows: Rows, other: Tensor) -> Tensor:
     return same_len & (count == 0).cpu()
 
 
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014) on int64, which wraps as unsigned arithmetic does."""
+def mix(x: Tensor) -> Tensor:
+    """A hash of each int64: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), in arithmetic that wraps."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * (0xBF58476D1CE4E5B9 - (1 << 64))
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * (0x94D049BB133111EB - (1 << 64))
     return x ^ ((x >> 31) & ((1 << 33) - 1))

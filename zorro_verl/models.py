@@ -66,7 +66,7 @@ class SharedPrompt:
         self.logits_optimization = logits_optimization
 
 
-class _SharedAttention:
+class SharedAttention:
     """Attention of every layer in a call with a plan."""
 
     __slots__ = ("plan", "kernels", "split")
@@ -74,6 +74,7 @@ class _SharedAttention:
     def __init__(self, plan: Plan, kernels: Kernels | None, split: bool):
         self.plan, self.kernels, self.split = plan, kernels, split
 
+    @torch.compiler.disable  # on a CPU a loop over this batch's segments: traced, every batch would be compiled anew
     def __call__(self, module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple[Tensor, None]:
         # Under autocast a normalisation may hand over float32 queries and keys beside bfloat16 values.
         q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
@@ -81,7 +82,7 @@ class _SharedAttention:
         return plan_attention(q, k, v, self.plan, scale, self.kernels, self.split)[None], None
 
 
-class _StockAttention:
+class StockAttention:
     """The model's own attention, for calls without a plan: needed when a checkpointed layer of one runs again."""
 
     __slots__ = ("name",)
@@ -116,8 +117,27 @@ class SeamForward:
         self.model = model
         self.kernels = kernels
         self.split = split
-        self.stock_attention = model.config._attn_implementation
+        self.stock_attention = ""
         self.window = sliding_window(model.config)
+
+    def attach(self) -> None:
+        """Become the model's forward, in place of another seam if there is one."""
+        model, previous = self.model, self.model.__dict__.get("forward")
+        if isinstance(previous, SeamForward):
+            previous.detach()
+        elif previous is not None:
+            raise ValueError(
+                f"model.forward: expected the one of {type(model).__name__}, got {previous!r}, which something else "
+                "(accelerate's hooks?) put on this model; remove it first"
+            )
+        self.stock_attention = model.config._attn_implementation
+        model.forward = self
+        model.config._attn_implementation = ATTENTION_NAME
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        self.model.config._attn_implementation = self.stock_attention
+        del self.model.forward
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -133,7 +153,7 @@ class SeamForward:
         config = self.model.config
         config._attn_implementation = self.stock_attention
         try:
-            stock = _StockAttention(self.stock_attention)
+            stock = StockAttention(self.stock_attention)
             return type(self.model).forward(self.model, *args, zorro=stock, **kwargs)
         finally:
             config._attn_implementation = ATTENTION_NAME
@@ -150,24 +170,26 @@ class SeamForward:
                 f"a call with zorro= takes input_ids and position_ids, got {', '.join(asked)} too: the plan says what "
                 "is seen, and only log-probs and entropy come out"
             )
-        if model.config._attn_implementation != ATTENTION_NAME:
-            raise ValueError(
-                f"attn_implementation: expected the seam's, got {model.config._attn_implementation!r}, set later; "
-                "choose with zorro_verl.models.install(model, attn_implementation=...)"
-            )
         if input_ids.shape != (1, plan.num_tokens):
             raise ValueError(f"input_ids: expected (1, {plan.num_tokens}) packed tokens, got {tuple(input_ids.shape)}")
-        check_training(model.config, model.training)
-        check_window(self.window, plan.longest_row)
         hidden = model.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            use_cache=False,
-            zorro=_SharedAttention(plan, self.kernels, self.split),
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, zorro=self._attention(plan)
         ).last_hidden_state.squeeze(0)
         hidden = hidden.index_select(0, plan.predictor_index)
         log_probs, entropy = _head(model.lm_head, hidden, zorro)
         return {"log_probs": log_probs, "entropy": entropy} if zorro.calculate_entropy else {"log_probs": log_probs}
+
+    def _attention(self, plan: Plan) -> SharedAttention:
+        """What every layer of a call gets as ``zorro=``, after the checks that need the call's rows."""
+        config = self.model.config
+        if config._attn_implementation != ATTENTION_NAME:
+            raise ValueError(
+                f"attn_implementation: expected the seam's, got {config._attn_implementation!r}, set later; "
+                "choose with zorro_verl.models.install(model, attn_implementation=...)"
+            )
+        check_training(config, self.model.training)
+        check_window(self.window, plan.longest_row)
+        return SharedAttention(plan, self.kernels, self.split)
 
 
 def _head(lm_head: nn.Module, hidden: Tensor, zorro: SharedPrompt) -> tuple[Tensor, Tensor | None]:
@@ -211,12 +233,8 @@ def install(
     Raises:
         ValueError: an unsupported model or an attention that can't run on the model's device.
     """
-    check_supported(model.config)
-    if isinstance(model.__dict__.get("forward"), SeamForward):
-        uninstall(model)
-    device = device or next(model.parameters()).device.type
-    model.forward = SeamForward(model, resolve_kernels(attn_implementation, device), use_split_attention)
-    model.config._attn_implementation = ATTENTION_NAME
+    kernels = kernels_for(model, attn_implementation, device)
+    SeamForward(model, kernels, use_split_attention).attach()
 
 
 def uninstall(model: PreTrainedModel) -> None:
@@ -224,8 +242,21 @@ def uninstall(model: PreTrainedModel) -> None:
     seam = model.__dict__.get("forward")
     if not isinstance(seam, SeamForward):
         raise ValueError(f"model: expected one with the seam installed, got a plain {type(model).__name__}")
-    model.config._attn_implementation = seam.stock_attention
-    del model.forward
+    seam.detach()
+
+
+def kernels_for(model: PreTrainedModel, attn_implementation: str, device: str | None = None) -> Kernels | None:
+    """`resolve_kernels` for a model that a seam can be put on.
+
+    Raises:
+        ValueError: not a ``...ForCausalLM`` of a supported type, or an attention that can't run on its device.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
+    check_supported(model.config)
+    if not (hasattr(model, "model") and hasattr(model, "lm_head")):
+        raise ValueError(f"model: expected a ...ForCausalLM with a backbone and lm_head, got {type(model).__name__}")
+    return resolve_kernels(attn_implementation, device or next(model.parameters()).device.type)
 
 
 def resolve_kernels(attn_implementation: str, device: str) -> Kernels | None:
@@ -294,6 +325,17 @@ def check_supported(config: PretrainedConfig) -> None:
             f"rope_type: expected frequencies that don't depend on the batch's longest row, got {rope_type!r}; "
             "use actor_rollout_ref.actor.strategy=fsdp2 for this model"
         )
+
+
+def check_attention_layer(layer: nn.Module) -> None:
+    """Refuse what is no attention layer of a supported model."""
+    arguments = inspect.signature(type(layer).forward).parameters
+    if not hasattr(layer, "config") or not {"position_embeddings", "past_key_values"} <= arguments.keys():
+        raise ValueError(
+            "attention_layer: expected an attention layer such as model.model.layers[0].self_attn, "
+            f"got {type(layer).__name__}"
+        )
+    check_supported(layer.config)
 
 
 def check_training(config: PretrainedConfig, training: bool) -> None:

@@ -1,0 +1,592 @@
+"""Patched models against the plain model: on one unpadded row at a time, or called in the same way."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny import batch_b0, gradients, padded_batch, shuffled, tiny_model, tokens, worst_gradient
+from transformers import AutoModel, AutoModelForCausalLM
+
+from zorro_verl import Qwen3ModelOncePatcher
+from zorro_verl.models import install, uninstall
+from zorro_verl.qwen_model_patcher import Qwen3ModelPatcher
+
+FLOAT64 = 5e-6
+FLOAT32 = 2e-5
+ROWS = shuffled(batch_b0(), 1)
+BATCH = padded_batch(ROWS)
+MASK = BATCH["attention_mask"].bool()
+WIDTH = BATCH["responses"].shape[1]
+
+
+def pair(model_type="qwen3", dtype=torch.float64, **config):
+    """A model to patch and the same, plain."""
+    model = tiny_model(model_type, dtype, **config)
+    return model, copy.deepcopy(model)
+
+
+def patched(model, attn_implementation="auto", use_split_attention=True, **settings):
+    patcher = Qwen3ModelOncePatcher(model, use_split_attention, attn_implementation)
+    patcher.patch(**settings)
+    return patcher
+
+
+def rows_of(values, mask=MASK):
+    """``(B, S, V)`` as a list of each row's own positions."""
+    return [row[keep] for row, keep in zip(values, mask, strict=True)]
+
+
+def row_logits(model, rows=ROWS):
+    """The oracle: each row alone and unpadded."""
+    return [model(torch.cat(row)[None], use_cache=False).logits[0] for row in rows]
+
+
+def assert_rows(expected, got, tolerance=FLOAT64):
+    for row, (a, b) in enumerate(zip(expected, got, strict=True)):
+        assert a.shape == b.shape, row
+        torch.testing.assert_close(b, a, atol=tolerance, rtol=0, msg=lambda m, row=row: f"row {row}: {m}")
+
+
+def loss_of(logits, seed=0):
+    """A sum over every position of every row, each with weights of its own."""
+    g = torch.Generator().manual_seed(seed)
+    return sum((x.log_softmax(-1) * torch.randn(x.shape, generator=g, dtype=x.dtype)).sum() for x in logits)
+
+
+def call(model, rows=ROWS, **arguments):
+    batch = padded_batch(rows)
+    arguments = {"attention_mask": batch["attention_mask"]} | arguments
+    return rows_of(model(batch["input_ids"], **arguments).logits, batch["attention_mask"].bool())
+
+
+@pytest.mark.parametrize("response_len", [None, WIDTH])
+@pytest.mark.parametrize(
+    ("model_type", "attention", "split"),
+    [
+        ("qwen3", "eager", True),
+        ("qwen3", "sdpa", True),
+        ("qwen3", "eager", False),
+        ("qwen3", "sdpa", False),
+        ("qwen2", "sdpa", True),
+        ("llama", "sdpa", True),
+        ("mistral", "sdpa", True),
+    ],
+)
+def test_logits_and_gradients_equal_rows(model_type, attention, split, response_len):
+    model, plain = pair(model_type)
+    patched(model, attention, split, response_len=response_len)
+    got, expected = call(model), row_logits(plain)
+    assert_rows(expected, got)
+    loss_of(got).backward()
+    loss_of(expected).backward()
+    assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT64
+
+
+def test_the_documented_call():
+    model, plain = pair(dtype=torch.float32)
+    patcher = Qwen3ModelOncePatcher(model, use_split_attention=True, attn_implementation="eager")
+    patcher.patch(response_len=512, rollout_n=10, temperature=1.0)
+    input_ids = torch.cat([tokens(9, torch.Generator().manual_seed(1)).expand(4, 9), torch.arange(1, 13).view(4, 3)], 1)
+    output = model(input_ids)
+    assert patcher.stats == {
+        "tokens_total": 48,
+        "tokens_packed": 9 + 4 * 3,
+        "token_ratio": 48 / 21,
+        "groups": 1,
+        "fallback": {"use_cache": 0},
+    }
+    patcher.unpatch()
+    with Qwen3ModelPatcher(model, use_split_attention=True):
+        inside = model(input_ids)
+    for logits in (output.logits, inside.logits):
+        torch.testing.assert_close(logits, plain(input_ids).logits, atol=FLOAT32, rtol=0)
+
+
+def test_only_the_packed_row_goes_through_the_layers():
+    model, _ = pair()
+    patcher, lengths = patched(model, response_len=WIDTH), []
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+    model.lm_head.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+    call(model)
+    assert lengths == [48, 48] == [patcher.stats["tokens_packed"]] * 2
+    lengths.clear()
+    model(BATCH["input_ids"], BATCH["attention_mask"], logits_to_keep=WIDTH + 1)
+    assert lengths == [48, 35 + 3], "the head runs on responses and the last token of each prompt"
+
+
+@pytest.mark.parametrize("response_len", [None, 1, WIDTH - 1, WIDTH, WIDTH + 2, 14, 15, 512])
+def test_a_response_length_of_another_batch_is_no_error(response_len):
+    """Where the boundary lies decides what is shared, never what comes out."""
+    model, plain = pair()
+    patched(model, response_len=response_len)
+    assert_rows(row_logits(plain), call(model))
+
+
+def test_padding_carries_no_meaning():
+    """Wherever it lies, and with whatever token; where there is padding logits are finite."""
+    model, plain = pair()
+    patched(model)
+    expected = row_logits(plain)
+    right = padded_batch([(torch.cat(row), torch.empty(0, dtype=torch.long)) for row in ROWS], response_width=3)
+    for batch in (padded_batch(ROWS, prompt_width=20, pad=7), padded_batch(ROWS, response_width=15), right):
+        logits = model(batch["input_ids"], batch["attention_mask"]).logits
+        assert torch.isfinite(logits).all()
+        assert_rows(expected, rows_of(logits, batch["attention_mask"].bool()))
+
+
+def test_rows_without_a_token():
+    model, plain = pair()
+    for response_len in (None, WIDTH):
+        patched(model, response_len=response_len)
+        mask = BATCH["attention_mask"].clone()
+        mask[3] = 0
+        logits = model(BATCH["input_ids"], mask).logits
+        assert not logits[3].any()
+        got = [x for x in rows_of(logits, mask.bool()) if len(x)]
+        assert_rows([x for row, x in enumerate(row_logits(plain)) if row != 3], got)
+    with pytest.raises(ValueError, match="attention_mask: expected at least one token"):
+        model(BATCH["input_ids"], torch.zeros_like(mask))
+
+
+def test_holes_and_positions_are_as_in_the_plain_call():
+    """A masked token inside a row leaves its gap in the positions, as it does in the plain model."""
+    model, plain = pair(dtype=torch.float32)
+    patched(model)
+    ids = torch.cat([tokens(6, torch.Generator().manual_seed(3)).expand(4, 6), torch.arange(1, 33).view(4, 8)], 1)
+    mask = torch.ones_like(ids)
+    mask[:2, 8:10] = 0
+    mask[3, :2] = 0
+    got, expected = model(ids, mask).logits, plain(ids, mask, use_cache=False).logits
+    torch.testing.assert_close(got[mask == 1], expected[mask == 1], atol=FLOAT32, rtol=0)
+
+
+def test_positions_given():
+    model, plain = pair()
+    patched(model)
+    ids = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6]).expand(4, 8)
+    positions = torch.arange(8).repeat(4, 1)
+    positions[1, 5:] += 7
+    positions[2, 2:] += 3
+    got = model(ids, position_ids=positions).logits
+    # The plain model takes a jump for the start of another sequence unless the mask says otherwise.
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    expected = [plain(ids[i : i + 1], mask, positions[i : i + 1], use_cache=False).logits[0] for i in range(4)]
+    assert_rows(expected, got)
+    assert_rows([expected[0]] * 4, model(ids, position_ids=torch.arange(8)[None]).logits)
+
+
+# What else a call can ask for.
+
+
+def labels_of(batch=BATCH):
+    return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_labels(temperature):
+    """Hugging Face's own loss, on the divided logits."""
+    model, plain = pair()
+    patched(model, temperature=temperature)
+    output = model(BATCH["input_ids"], BATCH["attention_mask"], labels=labels_of())
+    reference = plain(BATCH["input_ids"], BATCH["attention_mask"], use_cache=False)
+    expected = plain.loss_function(reference.logits / temperature, labels_of(), plain.config.vocab_size)
+    torch.testing.assert_close(output.loss, expected, atol=FLOAT64, rtol=0)
+    output.loss.backward()
+    expected.backward()
+    assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT64
+    assert output.to_tuple()[0] is output.loss
+
+
+def test_arguments_of_the_loss_are_handed_on():
+    model, plain = pair()
+    patched(model)
+    arguments = {"labels": labels_of(), "num_items_in_batch": torch.tensor(7)}
+    got = model(BATCH["input_ids"], BATCH["attention_mask"], **arguments).loss
+    expected = plain(BATCH["input_ids"], BATCH["attention_mask"], use_cache=False, **arguments).loss
+    torch.testing.assert_close(got, expected, atol=FLOAT64, rtol=0)
+    shifted = torch.nn.functional.pad(labels_of(), (0, 1), value=-100)[:, 1:].contiguous()
+    got = model(BATCH["input_ids"], BATCH["attention_mask"], shift_labels=shifted).loss
+    expected = model(BATCH["input_ids"], BATCH["attention_mask"], labels=labels_of()).loss
+    torch.testing.assert_close(got, expected, atol=FLOAT64, rtol=0)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3, 15, torch.tensor([14, 2, 9, 9]), torch.tensor([], dtype=torch.long)])
+def test_logits_to_keep(keep):
+    model, plain = pair()
+    patched(model)
+    got = model(BATCH["input_ids"], BATCH["attention_mask"], logits_to_keep=keep).logits
+    expected = plain(BATCH["input_ids"], BATCH["attention_mask"], use_cache=False, logits_to_keep=keep).logits
+    mask = MASK[:, slice(-keep, None) if isinstance(keep, int) else keep]
+    assert got.shape == expected.shape
+    torch.testing.assert_close(got[mask], expected[mask], atol=FLOAT64, rtol=0)
+
+
+def test_hidden_states():
+    model, plain = pair()
+    patched(model)
+    arguments = {"attention_mask": BATCH["attention_mask"], "output_hidden_states": True}
+    got = model(BATCH["input_ids"], **arguments).hidden_states
+    expected = plain(BATCH["input_ids"], use_cache=False, **arguments).hidden_states
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a[MASK], b[MASK], atol=FLOAT64, rtol=0)
+
+
+def test_a_tuple_when_asked():
+    model, plain = pair()
+    patched(model)
+    ids, mask = BATCH["input_ids"], BATCH["attention_mask"]
+    loss, logits = model(ids, mask, labels=labels_of(), return_dict=False)
+    expected = plain(ids, mask, labels=labels_of(), return_dict=False, use_cache=False)
+    torch.testing.assert_close(loss, expected[0], atol=FLOAT64, rtol=0)
+    assert logits.shape == expected[1].shape
+
+
+def test_embeddings_instead_of_tokens():
+    """Prompts are then what is equal bit for bit, and gradients reach what the embeddings came from."""
+    model, plain = pair()
+    patcher = patched(model, response_len=WIDTH)
+    got = rows_of(
+        model(
+            inputs_embeds=model.get_input_embeddings()(BATCH["input_ids"]), attention_mask=BATCH["attention_mask"]
+        ).logits
+    )
+    assert patcher.stats["tokens_packed"] == 48
+    expected = row_logits(plain)
+    assert_rows(expected, got)
+    loss_of(got).backward()
+    loss_of(expected).backward()
+    assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT64
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_cache_runs_as_the_plain_model_and_is_counted(temperature):
+    model, plain = pair()
+    patcher = patched(model, temperature=temperature)
+    ids = torch.tensor([3, 1, 4, 1, 5, 9]).expand(4, 6)
+    got, expected = model(ids, use_cache=True), plain(ids, use_cache=True)
+    assert patcher.stats["fallback"] == {"use_cache": 4}
+    assert patcher.stats["token_ratio"] == 1
+    torch.testing.assert_close(got.logits, expected.logits / temperature, atol=FLOAT64, rtol=0)
+    for a, b in zip(got.past_key_values, expected.past_key_values, strict=True):
+        assert torch.equal(a[0], b[0])
+    new = torch.tensor([[2], [6], [5], [3]])
+    got, expected = (m(new, past_key_values=o.past_key_values) for m, o in ((model, got), (plain, expected)))
+    torch.testing.assert_close(got.logits, expected.logits / temperature, atol=FLOAT64, rtol=0)
+    model(ids)
+    assert patcher.stats["fallback"] == {"use_cache": 0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.8},
+        {"do_sample": True, "use_cache": False},
+        {"num_beams": 3, "do_sample": False},
+    ],
+)
+def test_generate_is_the_plain_models(options):
+    """It has a temperature of its own; the patch's would be a second one."""
+    model, plain = pair(dtype=torch.float32)
+    patched(model, temperature=0.3, response_len=2)
+    ids, mask = BATCH["input_ids"][:, :7], BATCH["attention_mask"][:, :7]
+    outputs = []
+    for m in (model, plain):
+        torch.manual_seed(0)
+        outputs.append(m.generate(ids, attention_mask=mask, max_new_tokens=8, eos_token_id=None, **options))
+    assert torch.equal(*outputs)
+    assert_rows([x / 0.3 for x in row_logits(plain)], call(model), FLOAT32 * 4)
+
+
+def test_temperature():
+    model, plain = pair()
+    expected = row_logits(plain)
+    temperatures = torch.linspace(0.5, 2, len(ROWS), dtype=torch.float64)
+    per_row = [x / t for x, t in zip(expected, temperatures, strict=True)]
+    patched(model, temperature=0.7)
+    assert_rows([x / 0.7 for x in expected], call(model))
+    assert_rows([x / 2 for x in expected], call(model, temperature=2))
+    assert_rows(per_row, call(model, temperature=temperatures))
+    assert_rows([x / 0.7 for x in expected], call(model))
+    patched(model, temperature=temperatures)
+    assert_rows(per_row, call(model))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"temperature": 0.0}, "temperature: expected values above 0, got 0.0"),
+        ({"temperature": torch.tensor([1.0, -1.0])}, "temperature: expected values above 0"),
+        ({"temperature": torch.ones(3)}, r"temperature: expected a float or \(8,\), got \(3,\)"),
+        ({"temperature": "hot"}, "temperature: expected a float"),
+        ({"output_attentions": True}, "output_attentions: expected None on a patched model, got True"),
+        ({"cu_seq_lens_q": torch.ones(3)}, r"cu_seq_lens_q: expected None .* got a \(3,\)"),
+        ({"attention_mask": torch.ones(8, 1, 15, 15)}, r"attention_mask: expected \(B, S\) = \(8, 15\)"),
+        ({"attention_mask": {"full_attention": None}}, "attention_mask: expected"),
+        ({"position_ids": torch.ones(8, 14, dtype=torch.long)}, "position_ids: expected"),
+        ({"position_ids": torch.ones(8, 15)}, "position_ids: expected .* integers"),
+        ({"inputs_embeds": torch.ones(8, 15, 32)}, "input_ids: expected either input_ids or inputs_embeds"),
+        ({"input_ids": torch.ones(8, 15)}, r"input_ids: expected \(B, S\) integers"),
+        ({"input_ids": torch.ones(8, dtype=torch.long)}, r"input_ids: expected \(B, S\) integers"),
+        ({"typo": 1}, "typo: expected None on a patched model"),
+    ],
+)
+def test_what_sharing_cannot_answer_is_named(arguments, message):
+    model, _ = pair()
+    patched(model)
+    with pytest.raises(ValueError, match=message):
+        model(**{"input_ids": BATCH["input_ids"]} | arguments)
+
+
+def test_attentions_asked_for_in_the_config():
+    model, _ = pair()
+    patched(model)
+    model.config._output_attentions = True
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(BATCH["input_ids"])
+
+
+# The life of a patch.
+
+
+def is_plain(model, plain):
+    assert vars(model).keys() == vars(plain).keys()
+    assert model.config.to_dict() == plain.config.to_dict()
+    assert model.config._attn_implementation == plain.config._attn_implementation
+    assert torch.equal(model(BATCH["input_ids"]).logits, plain(BATCH["input_ids"]).logits)
+    return True
+
+
+def test_unpatch_leaves_nothing():
+    model, plain = pair()
+    patcher = patched(model)
+    call(model)
+    patcher.unpatch()
+    assert is_plain(model, plain)
+    patcher.unpatch()
+    with pytest.raises(ValueError, match=r"call patch\(\) first"):
+        patcher.stats  # noqa: B018
+
+
+def test_a_second_patch_replaces_the_first():
+    model, plain = pair()
+    first = patched(model, temperature=0.5)
+    second = patched(model, "eager", temperature=2.0)
+    assert_rows([x / 2 for x in row_logits(plain)], call(model))
+    first.unpatch()
+    assert_rows([x / 2 for x in row_logits(plain)], call(model))
+    second.patch(temperature=4.0)
+    assert_rows([x / 4 for x in row_logits(plain)], call(model))
+    second.unpatch()
+    assert is_plain(model, plain)
+
+
+def test_nested_blocks_leave_what_they_found():
+    model, plain = pair()
+    expected = row_logits(plain)
+    outer = patched(model, temperature=0.5)
+    with Qwen3ModelPatcher(model, temperature=2.0):
+        with Qwen3ModelPatcher(model, temperature=4.0):
+            assert_rows([x / 4 for x in expected], call(model))
+        assert_rows([x / 2 for x in expected], call(model))
+    assert_rows([x / 0.5 for x in expected], call(model))
+    outer.unpatch()
+    assert is_plain(model, plain)
+
+
+def test_the_actors_seam_and_a_patch_replace_each_other():
+    model, plain = pair()
+    install(model)
+    patcher = patched(model)
+    assert_rows(row_logits(plain), call(model))
+    install(model)
+    patcher.unpatch()
+    uninstall(model)
+    assert is_plain(model, plain)
+
+
+def test_exceptions_leave_the_patch_whole():
+    model, plain = pair()
+    patcher = patched(model)
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("stop")))
+    for arguments in ({}, {"use_cache": True}):
+        with pytest.raises(RuntimeError, match="stop"):
+            model(BATCH["input_ids"], **arguments)
+    with pytest.raises(RuntimeError, match="stop"):
+        model.generate(BATCH["input_ids"][:1], max_new_tokens=2)
+    handle.remove()
+    assert_rows(row_logits(plain, ROWS[:5]), call(model, ROWS[:5]))
+    patcher.unpatch()
+    with pytest.raises(RuntimeError, match="in the block"), Qwen3ModelPatcher(model):
+        raise RuntimeError("in the block")
+    assert is_plain(model, plain)
+
+
+def test_a_patch_that_fails_changes_nothing():
+    model, plain = pair()
+    with pytest.raises(ValueError, match="attn_implementation"):
+        patched(model, "flash_attention_2")
+    assert is_plain(model, plain)
+    patched(model, temperature=0.5)
+    with pytest.raises(ValueError, match="attn_implementation"):
+        patched(model, "flashy")
+    assert_rows([x / 0.5 for x in row_logits(plain)], call(model))
+
+
+def test_another_forward_on_the_model_is_not_lost():
+    model, _ = pair()
+    model.forward = lambda *args, **kwargs: None
+    with pytest.raises(ValueError, match=r"model\.forward: expected the one of Qwen3ForCausalLM"):
+        patched(model)
+    assert model(1) is None
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_are_independent(how):
+    model, plain = pair()
+    patched(model, temperature=0.5)
+    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert_rows([x / 0.5 for x in row_logits(plain)], call(twin))
+    assert torch.equal(
+        twin.generate(ROWS[0][0][None], max_new_tokens=4, do_sample=False),
+        plain.generate(ROWS[0][0][None], max_new_tokens=4, do_sample=False),
+    )
+
+
+def test_pickle_into_a_fresh_process(tmp_path):
+    model, plain = pair()
+    patched(model)
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(BATCH, tmp_path / "batch.pt")
+    code = (
+        "import sys, torch\n"
+        "model, batch = (torch.load(p, weights_only=False) for p in sys.argv[1:3])\n"
+        "torch.save(model(batch['input_ids'], batch['attention_mask']).logits.detach(), sys.argv[3])\n"
+    )
+    paths = [str(tmp_path / name) for name in ("model.pt", "batch.pt", "logits.pt")]
+    subprocess.run([sys.executable, "-c", code, *paths], check=True, timeout=120)
+    assert_rows(row_logits(plain), rows_of(torch.load(paths[2])))
+
+
+def test_saved_as_if_never_patched(tmp_path):
+    model, plain = pair(dtype=torch.float32)
+    keys = model.state_dict().keys()
+    patched(model)
+    assert model.state_dict().keys() == keys
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config._attn_implementation == "sdpa"
+    assert torch.equal(loaded(BATCH["input_ids"]).logits, plain(BATCH["input_ids"]).logits)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_with_two_forwards_in_flight(reentrant):
+    model, plain = pair()
+    patched(model)
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    other = ROWS[2:7]
+    losses = [loss_of(call(model, rows)) for rows in (ROWS, other)]
+    for loss in losses:
+        loss.backward()
+    for rows in (ROWS, other):
+        loss_of(row_logits(plain, rows)).backward()
+    assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT64
+
+
+def test_train_and_eval():
+    model, plain = pair(attention_dropout=0.2)
+    plain.eval()
+    patched(model)
+    model.eval()
+    assert_rows(row_logits(plain), call(model))
+    with pytest.raises(ValueError, match="attention_dropout"):
+        call(model.train())
+
+
+def test_lora():
+    from peft import LoraConfig, get_peft_model
+
+    model, _ = pair()
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    plain = copy.deepcopy(model)
+    patcher = patched(model)
+    got, expected = call(model), row_logits(plain)
+    assert patcher.stats["token_ratio"] > 1.5
+    assert_rows(expected, got)
+    loss_of(got).backward()
+    loss_of(expected).backward()
+    assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT64
+    with model.disable_adapter(), plain.disable_adapter():
+        assert_rows(row_logits(plain), call(model))
+    ids = ROWS[0][0][None]
+    generated = [m.generate(input_ids=ids, max_new_tokens=4, do_sample=False) for m in (model, plain)]
+    assert torch.equal(*generated)
+    patcher.unpatch()
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+
+
+def test_tied_embeddings():
+    model, plain = pair(tie_word_embeddings=True)
+    patched(model)
+    loss_of(call(model)).backward()
+    loss_of(row_logits(plain)).backward()
+    assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT64
+
+
+def test_compiled():
+    """Values and gradients are right, the plan is the one break before the model, and new lengths compile nothing."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model, plain = pair(dtype=torch.float32)
+    patched(model)
+    compiled = torch.compile(model, backend=backend)
+    counts = []
+    for seed in range(8):
+        rows = shuffled(batch_b0(seed), seed)[: 5 + seed % 3]
+        got, expected = call(compiled, rows), row_logits(plain, rows)
+        assert_rows(expected, got, FLOAT32)
+        counts.append(len(graphs))
+    assert 0 < counts[0]
+    assert counts[2] == counts[-1], counts
+    loss_of(got).backward()
+    loss_of(expected).backward()
+    assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: model.model, r"model: expected a \.\.\.ForCausalLM"),
+        (lambda model: model.lm_head, "model: expected a transformers PreTrainedModel, got Linear"),
+        (lambda model: None, "model: expected a transformers PreTrainedModel, got NoneType"),
+    ],
+)
+def test_what_cannot_be_patched_is_named(make, message):
+    model, _ = pair()
+    with pytest.raises(ValueError, match=message):
+        patched(make(model))
+    assert isinstance(model.model, AutoModel.from_config(model.config).__class__)
+
+
+@pytest.mark.parametrize("response_len", [0, -1, 2.0, True])
+def test_bad_response_lengths_are_named(response_len):
+    with pytest.raises(ValueError, match="response_len: expected None or a width"):
+        patched(pair()[0], response_len=response_len)

@@ -1,0 +1,199 @@
+"""The forward of one patched attention layer: padded hidden states in and out, each shared prompt computed once.
+
+A layer sees no tokens. Rows share the prefix on which their hidden states and position embeddings are equal bit for
+bit; or what the caller says they share.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zorro_verl.models import (
+    ATTENTION_NAME,
+    SharedAttention,
+    StockAttention,
+    check_training,
+    check_window,
+    sliding_window,
+)
+from zorro_verl.padded_plan import build_padded_plan
+from zorro_verl.prefixes import value_ids
+from zorro_verl.reconstruct import gather_rows
+from zorro_verl.varlen import Kernels
+
+
+class PaddedAttention:
+    """The ``forward`` of one attention layer, ``(B, S, E)`` in and out; zeros at padding.
+
+    A call with ``past_key_values``, which wants keys and values in the batch's own shape, runs as the plain layer
+    does. Gradients of a group's prompt arrive at the hidden states of its first row, summed over the group.
+
+    Args:
+        layer: such as ``model.model.layers[0].self_attn``.
+        kernels, split: see `zorro_verl.models.SeamForward`.
+        response_length: responses stand in the last so many columns; None to find where rows stop being equal.
+        prompt_groups: rows that share their prompt, as `ZoRRoTrain.find_prompt_groups` gives them.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        kernels: Kernels | None,
+        split: bool,
+        response_length: int | None = None,
+        prompt_groups: Sequence[Sequence[int]] | None = None,
+    ):
+        if response_length is not None and (type(response_length) is not int or response_length < 1):
+            raise ValueError(f"response_len: expected None or a width of at least 1, got {response_length!r}")
+        if prompt_groups is not None and response_length is None:
+            raise ValueError("response_len: expected a width beside prompt_groups, which says nothing of it, got None")
+        self.layer = layer
+        self.kernels = kernels
+        self.split = split
+        self.response_length = response_length
+        self.prompt_groups = prompt_groups
+        self.config = layer.config
+        self.window = getattr(layer, "sliding_window", sliding_window(layer.config))
+        self.counts = (0, 0)
+
+    def attach(self) -> None:
+        """Become the layer's forward. The layer reads its attention's name from a config of its own until then."""
+        previous = self.layer.__dict__.get("forward")
+        if isinstance(previous, PaddedAttention):
+            previous.detach()
+            self.config = self.layer.config
+        elif previous is not None:
+            raise ValueError(f"attention_layer.forward: expected the class's own, got {previous!r}; remove it first")
+        self.layer.config = copy.copy(self.config)
+        self.layer.config._attn_implementation = ATTENTION_NAME
+        self.layer.forward = self
+
+    def detach(self) -> None:
+        """Leave the layer as it was."""
+        del self.layer.forward
+        self.layer.config = self.config
+
+    @property
+    def stats(self) -> Mapping[str, Any]:
+        """The last call's tokens_total, tokens_packed and token_ratio."""
+        total, packed = self.counts
+        return MappingProxyType({"tokens_total": total, "tokens_packed": packed, "token_ratio": total / max(1, packed)})
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        zorro: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        stock = type(self.layer).forward
+        if zorro is None and past_key_values is not None:
+            zorro = StockAttention(self.config._attn_implementation)
+            self.counts = (hidden_states.shape[0] * hidden_states.shape[1],) * 2
+        if zorro is not None:  # of the whole model's seam, or the line above
+            return stock(
+                self.layer, hidden_states, position_embeddings, attention_mask, past_key_values, zorro=zorro, **kwargs
+            )
+        check_training(self.config, self.layer.training)
+        cos, sin = (x.expand(hidden_states.shape[0], -1, -1) for x in position_embeddings)
+        plan, index, valid = self._plan(hidden_states, cos, sin, attention_mask)
+        pack = lambda x: plan.pack(x[valid], dim=0)[None]  # noqa: E731
+        output, _ = stock(
+            self.layer,
+            pack(hidden_states),
+            (pack(cos), pack(sin)),
+            None,
+            None,
+            zorro=SharedAttention(plan, self.kernels, self.split),
+        )
+        return gather_rows(output[0], index), None
+
+    @torch.compiler.disable  # host arithmetic on what the rows share
+    def _plan(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, attention_mask: Tensor | None):
+        """The plan, ``(B, S)`` the packed token of each position, and ``(B, S)`` bool where there are tokens."""
+        valid = _valid(attention_mask, hidden_states)
+        ids = torch.zeros(valid.shape, dtype=torch.int64, device=valid.device)
+        positions = ids
+        if self.prompt_groups is None:
+            ids = ids.clone()
+            ids[valid] = value_ids(torch.cat([_bytes(x[valid]) for x in (hidden_states, cos, sin)], 1))
+        groups = self._groups(hidden_states, cos, sin, valid)
+        plan, index = build_padded_plan(ids, positions, valid, self.response_length, groups)
+        check_window(self.window, plan.longest_row)
+        self.counts = (plan.num_row_tokens, plan.num_tokens)
+        return plan, index, valid
+
+    def _groups(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, valid: Tensor) -> Tensor | None:
+        """``(B,)`` on the host, of the groups that the caller gave; None when they are to be found."""
+        if self.prompt_groups is None:
+            return None
+        rows = [row for group in self.prompt_groups for row in group]
+        num_rows, width = valid.shape
+        if sorted(rows) != list(range(num_rows)):
+            raise ValueError(f"prompt_groups: expected each of {num_rows} rows once, got {self.prompt_groups!r:.80}")
+        if self.response_length >= width:
+            raise ValueError(f"response_len: expected a width below {width} columns, got {self.response_length}")
+        group_index, first = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.int64)
+        for number, group in enumerate(self.prompt_groups):
+            group_index[group], first[group] = number, group[0]
+        prompt = valid[:, : width - self.response_length]
+        counts = prompt.sum(1).cpu()
+        same = counts == counts[first]
+        if bool(same.all()):
+            own = [x[:, : prompt.shape[1]][prompt] for x in (hidden_states, cos, sin)]
+            starts = counts.cumsum(0) - counts
+            shift = (starts[first] - starts).to(valid.device).repeat_interleave(counts.to(valid.device))
+            other = torch.arange(shift.numel(), device=valid.device) + shift
+            row = torch.arange(num_rows, device=valid.device).repeat_interleave(counts.to(valid.device))
+            close = torch.stack([_close(x, x[other]) for x in own]).all(0)
+            same = torch.ones(num_rows, device=valid.device).index_put_((row[~close],), torch.zeros(())).bool().cpu()
+        if not bool(same.all()):
+            row = int((~same).nonzero()[0])
+            raise ValueError(
+                f"prompt_groups: expected equal prompts in a group, got row {row} unlike row {int(first[row])}; "
+                "leave prompt_groups out to have them found"
+            )
+        return group_index
+
+
+def _valid(attention_mask: Tensor | None, hidden_states: Tensor) -> Tensor:
+    """``(B, S)`` bool from a mask as models hand it to their layers: none, ``(B, S)``, or causal ``(B, 1, S, S)``."""
+    shape = hidden_states.shape[:2]
+    if attention_mask is None:
+        return torch.ones(shape, dtype=torch.bool, device=hidden_states.device)
+    if attention_mask.shape == shape:
+        return attention_mask != 0
+    rows, heads, *square = attention_mask.shape if attention_mask.dim() == 4 else (0, 0)
+    if rows not in (1, shape[0]) or heads != 1 or square != [shape[1], shape[1]]:
+        raise ValueError(
+            f"attention_mask: expected None, (B, S) or (B, 1, S, S) with (B, S) = {tuple(shape)}, "
+            f"got {tuple(attention_mask.shape)}"
+        )
+    visible = attention_mask[:, 0] if attention_mask.dtype == torch.bool else attention_mask[:, 0] == 0
+    visible = visible.expand(shape[0], -1, -1)
+    valid = visible.diagonal(dim1=1, dim2=2)
+    causal = valid[:, None, :] & torch.ones(square, dtype=torch.bool, device=valid.device).tril()
+    if not torch.equal(visible & valid[:, :, None], causal & valid[:, :, None]):
+        raise ValueError(
+            "attention_mask: expected a causal one with padding, got another (a sliding window, or several sequences "
+            "in one row?), which a patched layer can't follow"
+        )
+    return valid
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.detach().contiguous().view(torch.uint8)
+
+
+def _close(a: Tensor, b: Tensor) -> Tensor:
+    """``(n,)`` bool: equal up to what the order of additions in different rows of a batch can make of them."""
+    tolerance = 1e-3 if a.dtype in (torch.float32, torch.float64) else 5e-2
+    return ((a - b).abs() <= tolerance * a.abs().amax()).all(1)

@@ -1,0 +1,52 @@
+"""A padded batch as a plan, and where each of its positions lies in the packed row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zorro_verl.grouping import Rows, exclusive_cumsum, find_prompt_groups, number_by_first_appearance
+from zorro_verl.packing import Plan
+from zorro_verl.prefixes import find_shared_prefixes
+
+
+def build_padded_plan(
+    ids: Tensor,
+    position_ids: Tensor,
+    valid: Tensor,
+    response_length: int | None = None,
+    group_index: Tensor | None = None,
+) -> tuple[Plan, Tensor]:
+    """The plan of a padded batch, and ``(B, S)`` the packed token of each of its positions, -1 at padding.
+
+    Args:
+        ids, position_ids: ``(B, S)`` int64. Prompts are shared where both are equal.
+        valid: ``(B, S)`` bool. Rows without a token are left out.
+        response_length: responses stand in the last so many columns. When it is None, or leaves no column to a
+            prompt, prompts end where their rows stop being equal.
+        group_index: ``(B,)`` on the host: rows taken for equal up to their responses without a look at ``ids``.
+
+    Raises:
+        ValueError: a batch without any token.
+    """
+    lens = valid.sum(1).cpu()
+    kept = lens > 0
+    if not bool(kept.any()):
+        raise ValueError("attention_mask: expected at least one token in the batch, got none")
+    bounded = response_length is not None and 1 <= response_length < ids.shape[1]
+    prompt_lens = valid[:, : ids.shape[1] - response_length].sum(1).cpu() if bounded else torch.ones_like(lens)
+    cu_seqlens = exclusive_cumsum(lens[kept])
+    # A row that begins in the response columns has its first token taken for a prompt, which others may share.
+    rows = Rows(ids[valid], position_ids[valid], cu_seqlens, prompt_lens[kept].clamp(min=1))
+    if not bounded:
+        prompt_lens, found = find_shared_prefixes(rows)
+        rows = Rows(rows.tokens, rows.position_ids, cu_seqlens, prompt_lens)
+    elif group_index is not None:
+        alone = (prompt_lens == 0) * torch.arange(1, lens.numel() + 1)
+        found = number_by_first_appearance(torch.where(alone > 0, -alone, group_index)[kept])
+    else:
+        found = find_prompt_groups(rows)
+    plan = Plan(rows, found)
+    index = torch.full_like(ids, -1)
+    index[valid] = plan.unpack_index
+    return plan, index

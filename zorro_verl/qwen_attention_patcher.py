@@ -1,0 +1,65 @@
+"""Patcher of one attention layer, for those who want sharing in some layers only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from zorro_verl.models import check_attention_layer, resolve_kernels
+from zorro_verl.padded_attention import PaddedAttention
+
+
+class QwenAttentionPatcher:
+    """Patches one attention layer of a supported model: ``(B, S, E)`` in and out, each shared prompt computed once.
+
+        patcher = QwenAttentionPatcher(model.model.layers[0].self_attn)
+        patcher.patch()
+        patcher.unpatch()
+
+    Args:
+        attention_layer: the layer; the model around it stays as it is.
+        use_split_attention: False shares the projections only, and runs attention on the rows as they were.
+        attn_implementation: "auto", "eager", "sdpa", "flash_attention_2" or "flash_attention_3".
+
+    Raises:
+        ValueError: not an attention layer of a supported type, or an attention that can't run on its device.
+    """
+
+    def __init__(self, attention_layer: nn.Module, use_split_attention: bool = True, attn_implementation: str = "auto"):
+        check_attention_layer(attention_layer)
+        self.attention_layer = attention_layer
+        self.use_split_attention = use_split_attention
+        self.kernels = resolve_kernels(attn_implementation, next(attention_layer.parameters()).device.type)
+        self._forward: PaddedAttention | None = None
+
+    def patch(self, response_len: int | None = None, prompt_groups: Sequence[Sequence[int]] | None = None) -> None:
+        """Patch the layer, in place of a patch that it may have.
+
+        Args:
+            response_len: responses stand in the last so many columns; None to find where rows stop being equal.
+            prompt_groups: rows that share their prompt, for every batch to come; None to find them in each batch, by
+                the bits of hidden states and position embeddings.
+
+        Raises:
+            ValueError: prompt_groups without response_len; in a call, groups that don't partition the batch or whose
+                prompts differ, or an attention mask that isn't causal with padding.
+        """
+        self._forward = PaddedAttention(
+            self.attention_layer, self.kernels, self.use_split_attention, response_len, prompt_groups
+        )
+        self._forward.attach()
+
+    def unpatch(self) -> None:
+        """Leave the layer as it was. Nothing happens when another patch has replaced this one, or none is there."""
+        if self._forward is not None and self.attention_layer.__dict__.get("forward") is self._forward:
+            self._forward.detach()
+        self._forward = None
+
+    @property
+    def stats(self) -> Mapping[str, Any]:
+        """The last call's tokens_total, tokens_packed and token_ratio."""
+        if self._forward is None:
+            raise ValueError("stats: expected a patched layer, got none; call patch() first")
+        return self._forward.stats

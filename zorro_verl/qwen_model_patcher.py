@@ -1,0 +1,106 @@
+"""Patchers of a whole Hugging Face model: call sites stay as they are, each shared prompt is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from zorro_verl.models import SeamForward
+from zorro_verl.padded_forward import PaddedForward, patch
+
+
+class Qwen3ModelOncePatcher:
+    """Patches a model for a whole training run.
+
+        patcher = Qwen3ModelOncePatcher(model)
+        patcher.patch(response_len=512, rollout_n=10, temperature=1.0)
+        output = model(input_ids, attention_mask=attention_mask)
+        output.logits                          # (B, S, V), the batch's own shape and order
+        patcher.unpatch()
+
+    A patched model is called as before: ``attention_mask``, ``position_ids``, ``inputs_embeds``, ``labels``,
+    ``logits_to_keep``, ``output_hidden_states``, ``generate``. It can be copied, pickled, saved, checkpointed and
+    compiled. Logits at padding positions are zero. A call with ``use_cache=True`` or ``past_key_values`` runs
+    unshared, and `stats` counts it; one that asks for what sharing does not compute (``output_attentions``, a 4-D
+    mask) is a ValueError that names the argument.
+
+    Args:
+        model: a ``...ForCausalLM`` of a supported type, or a PEFT model around one.
+        use_split_attention: False shares projections, MLPs and head, and runs attention on the rows as they were.
+        attn_implementation: "auto", "eager", "sdpa", "flash_attention_2" or "flash_attention_3".
+    """
+
+    def __init__(self, model: PreTrainedModel, use_split_attention: bool = True, attn_implementation: str = "auto"):
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.use_split_attention = use_split_attention
+        self.attn_implementation = attn_implementation
+        self._forward: PaddedForward | None = None
+
+    def patch(
+        self, response_len: int | None = None, rollout_n: int | None = None, temperature: float | Tensor = 1.0
+    ) -> None:
+        """Patch the model, in place of a patch that it may have.
+
+        Args:
+            response_len: responses stand in the last so many columns of a batch. Only a hint of where prompts end:
+                a batch of another width is computed right, and shares what it then can. None: prompts are the longest
+                common prefixes of clusters of rows.
+            rollout_n: accepted and not needed: groups may have any size.
+            temperature: divides the logits; one float, or ``(B,)`` for each row of every batch. A call may bring its
+                own as ``model(..., temperature=)``.
+
+        Raises:
+            ValueError: an unsupported model, an attention that can't run on its device, or a bad option.
+        """
+        self._forward = patch(self.model, self.attn_implementation, self.use_split_attention, response_len, temperature)
+
+    def unpatch(self) -> None:
+        """Leave the model as it was. Nothing happens when another patch has replaced this one, or none is there."""
+        if self._forward is not None and self.model.__dict__.get("forward") is self._forward:
+            self._forward.detach()
+        self._forward = None
+
+    @property
+    def stats(self) -> Mapping[str, Any]:
+        """The last call's tokens_total, tokens_packed, token_ratio, groups and fallback (reason -> rows)."""
+        if self._forward is None:
+            raise ValueError("stats: expected a patched model, got none; call patch() first")
+        return self._forward.stats
+
+
+class Qwen3ModelPatcher(Qwen3ModelOncePatcher):
+    """The same for the length of a ``with`` block, after which the model is as it was before, patched or not.
+
+        with Qwen3ModelPatcher(model):
+            output = model(input_ids)
+
+    Args:
+        model, use_split_attention, attn_implementation: see `Qwen3ModelOncePatcher`.
+        response_len, temperature: see `Qwen3ModelOncePatcher.patch`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        use_split_attention: bool = True,
+        attn_implementation: str = "auto",
+        response_len: int | None = None,
+        temperature: float | Tensor = 1.0,
+    ):
+        super().__init__(model, use_split_attention, attn_implementation)
+        self._settings = {"response_len": response_len, "temperature": temperature}
+        self._outer: list[SeamForward | None] = []
+
+    def __enter__(self) -> Qwen3ModelPatcher:
+        self._outer.append(self.model.__dict__.get("forward"))
+        self.patch(**self._settings)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.unpatch()
+        outer = self._outer.pop()
+        if outer is not None:
+            outer.attach()
