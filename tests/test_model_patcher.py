@@ -178,6 +178,15 @@ def test_positions_given():
     assert_rows([expected[0]] * 4, model(ids, position_ids=torch.arange(8)[None]).logits)
 
 
+def test_rows_without_a_prompt():
+    """A plain model does not ask for one; a row of one response token is a whole row."""
+    model, plain = pair()
+    patched(model, response_len=3)
+    rows = [([], [4, 7, 1]), ([], [4]), ([], [4, 7, 2]), ([5, 6], [1]), ([5, 6], [2, 3]), ([5, 6], [])]
+    rows = [(torch.tensor(p, dtype=torch.long), torch.tensor(r, dtype=torch.long)) for p, r in rows]
+    assert_rows(row_logits(plain, rows), call(model, rows))
+
+
 # What else a call can ask for.
 
 
@@ -259,6 +268,17 @@ def test_embeddings_instead_of_tokens():
     loss_of(got).backward()
     loss_of(expected).backward()
     assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT64
+
+
+def test_embeddings_that_differ_are_not_shared():
+    """Two prompts of one length, told apart by their embeddings alone."""
+    model, plain = pair()
+    patcher = patched(model, response_len=3)
+    ids = torch.tensor([[5, 6, 7, 8], [5, 9, 7, 8]]).repeat_interleave(3, 0)
+    ids = torch.cat([ids, torch.arange(1, 19).view(6, 3)], 1)
+    got = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
+    assert patcher.stats["groups"] == 2
+    assert_rows(row_logits(plain, [(row, row[:0]) for row in ids]), got)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
