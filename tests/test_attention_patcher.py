@@ -198,6 +198,18 @@ def test_unpatch_leaves_nothing():
         second.stats  # noqa: B018
 
 
+def test_a_wrap_around_the_patch_is_not_lost():
+    case = Case()
+    patcher = patched(case.layer)
+    inner = case.layer.forward
+    case.layer.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    with pytest.raises(ValueError, match=r"attention_layer\.forward: expected the patch, got .* around it"):
+        patcher.unpatch()
+    case.layer.forward = inner
+    patcher.unpatch()
+    assert "forward" not in vars(case.layer)
+
+
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_independent(clone):
     case = Case()

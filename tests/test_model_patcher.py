@@ -464,6 +464,18 @@ def test_another_forward_on_the_model_is_not_lost():
     assert model(1) is None
 
 
+def test_a_wrap_around_the_patch_is_not_lost():
+    model, plain = pair()
+    patcher = patched(model)
+    inner = model.forward
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    with pytest.raises(ValueError, match=r"model\.forward: expected the patch, got .* around it"):
+        patcher.unpatch()
+    model.forward = inner
+    patcher.unpatch()
+    assert is_plain(model, plain)
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_are_independent(how):
     model, plain = pair()

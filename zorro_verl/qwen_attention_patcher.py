@@ -52,9 +52,16 @@ class QwenAttentionPatcher:
         self._forward.attach()
 
     def unpatch(self) -> None:
-        """Leave the layer as it was. Nothing happens when another patch has replaced this one, or none is there."""
-        if self._forward is not None and self.attention_layer.__dict__.get("forward") is self._forward:
+        """Leave the layer as it was. Nothing happens when another patch has replaced this one, or none is there.
+
+        Raises:
+            ValueError: something else has wrapped the patched forward in the meantime.
+        """
+        current = self.attention_layer.__dict__.get("forward")
+        if self._forward is not None and current is self._forward:
             self._forward.detach()
+        elif self._forward is not None and current is not None and not isinstance(current, PaddedAttention):
+            raise ValueError(f"attention_layer.forward: expected the patch, got {current!r} around it; unwrap it first")
         self._forward = None
 
     @property

@@ -58,9 +58,16 @@ class Qwen3ModelOncePatcher:
         self._forward = patch(self.model, self.attn_implementation, self.use_split_attention, response_len, temperature)
 
     def unpatch(self) -> None:
-        """Leave the model as it was. Nothing happens when another patch has replaced this one, or none is there."""
-        if self._forward is not None and self.model.__dict__.get("forward") is self._forward:
+        """Leave the model as it was. Nothing happens when another patch has replaced this one, or none is there.
+
+        Raises:
+            ValueError: something else has wrapped the patched forward in the meantime.
+        """
+        current = self.model.__dict__.get("forward")
+        if self._forward is not None and current is self._forward:
             self._forward.detach()
+        elif self._forward is not None and current is not None and not isinstance(current, SeamForward):
+            raise ValueError(f"model.forward: expected the patch, got {current!r} around it; unwrap it first")
         self._forward = None
 
     @property
