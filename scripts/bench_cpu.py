@@ -31,6 +31,7 @@ import transformers
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from zorro_verl.flops import flop_bound_speedup
 from zorro_verl.grouping import Rows, find_prompt_groups
 from zorro_verl.models import SharedPrompt, install
 from zorro_verl.packing import build_plan
@@ -79,24 +80,8 @@ class Shape:
         return self.tokens_padded / self.tokens_packed
 
     def bound(self) -> float:
-        """Multiplications of the plain model over the shared one's; the backward costs both the same multiple."""
-        pairs_padded = self.n * triangle(self.P + self.R)
-        pairs_packed = triangle(self.P) + self.n * (self.P * self.R + triangle(self.R))
-        return self._cost(self.tokens_padded, pairs_padded) / self._cost(self.tokens_packed, pairs_packed)
-
-    def _cost(self, tokens: int, pairs: float) -> float:
-        c = CONFIG
-        heads_width, kv_width = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        projections = 2 * c.hidden_size * heads_width + 2 * c.hidden_size * kv_width
-        linear = 2 * c.num_hidden_layers * (projections + 3 * c.hidden_size * c.intermediate_size)
-        attention = 4 * c.num_hidden_layers * heads_width
-        head = 2 * c.hidden_size * c.vocab_size * self.n * self.R  # response rows only, on both sides
-        return linear * tokens + attention * pairs + head
-
-
-def triangle(length: int) -> float:
-    """Query-key pairs of a causal sequence."""
-    return length * (length + 1) / 2
+        """Multiplications of the plain model over the shared one's."""
+        return flop_bound_speedup(CONFIG, [(self.P, [self.R] * self.n)])
 
 
 SHAPES = tuple(map(Shape.parse, ("512,64,8", "1024,128,8", "2048,128,8", "256,256,8", "256,256,1")))
