@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zorro_verl.grouping import exclusive_cumsum, ranges
 from zorro_verl.models import (
     ATTENTION_NAME,
     SharedAttention,
@@ -144,19 +145,18 @@ class PaddedAttention:
         group_index, first = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.int64)
         for number, group in enumerate(self.prompt_groups):
             group_index[group], first[group] = number, group[0]
-        prompt = valid[:, : width - self.response_length]
+        prompt = valid.clone()
+        prompt[:, width - self.response_length :] = False
         counts = prompt.sum(1).cpu()
-        same = counts == counts[first]
-        if bool(same.all()):
-            own = [x[:, : prompt.shape[1]][prompt] for x in (hidden_states, cos, sin)]
-            starts = counts.cumsum(0) - counts
-            shift = (starts[first] - starts).to(valid.device).repeat_interleave(counts.to(valid.device))
-            other = torch.arange(shift.numel(), device=valid.device) + shift
-            row = torch.arange(num_rows, device=valid.device).repeat_interleave(counts.to(valid.device))
-            close = torch.stack([_close(x, x[other]) for x in own]).all(0)
-            same = torch.ones(num_rows, device=valid.device).index_put_((row[~close],), torch.zeros(())).bool().cpu()
-        if not bool(same.all()):
-            row = int((~same).nonzero()[0])
+        unlike = counts != counts[first]
+        if not bool(unlike.any()):
+            own = prompt.flatten().nonzero().flatten()
+            source = own[ranges(exclusive_cumsum(counts)[first], counts, own.device)]
+            for values in (hidden_states, cos, sin):
+                flat = values.flatten(0, 1)
+                unlike[(own[~_close(flat[own], flat[source])] // width).cpu()] = True
+        if bool(unlike.any()):
+            row = int(unlike.nonzero()[0])
             raise ValueError(
                 f"prompt_groups: expected equal prompts in a group, got row {row} unlike row {int(first[row])}; "
                 "leave prompt_groups out to have them found"
