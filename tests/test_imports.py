@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+import zorro_verl
+
 PACKAGE = Path(__file__).resolve().parent.parent / "zorro_verl"
 
 # In reading order. A module may import from those before it, and at its top level only these third-party packages.
@@ -19,17 +21,33 @@ MODULES: dict[str, set[str]] = {
     "post_import": set(),
     "refusal": set(),
     "options": set(),
+    "flops": set(),
     "grouping": {"torch"},
     "packing": {"torch"},
+    "prefixes": {"torch"},
+    "padded_plan": {"torch"},
     "varlen": {"torch"},
     "attention": {"torch"},
     "log_probs": {"torch"},
+    "triton_reconstruct": {"torch", "triton"},
+    "reconstruct": {"torch"},
+    "masks": {"torch"},
+    "interleaved": {"torch"},
+    "zorro_train": {"torch"},
     "batching": {"torch"},
     "metrics": {"torch"},
+    "micro_batches": {"torch"},
     "models": {"torch", "transformers"},
+    "padded_call": {"torch"},
+    "padded_forward": {"torch", "transformers"},
+    "padded_attention": {"torch"},
+    "qwen_model_patcher": {"torch", "transformers"},
+    "qwen_attention_patcher": {"torch"},
     "verl_rows": {"torch", "tensordict"},
     "verl_config": {"omegaconf", "transformers", "verl"},
+    "padded_batch": {"torch", "tensordict"},
     "standalone": {"torch", "tensordict", "transformers", "verl"},
+    "data_proto": {"torch", "tensordict", "verl"},
     "actor": {"torch", "tensordict", "transformers", "verl"},
     "trainer": {"torch", "tensordict", "verl"},
     "plugin": set(),
@@ -49,7 +67,24 @@ INSIDE_FUNCTIONS: dict[str, set[str]] = {
     "trainer": {"verl"},
 }
 
-TORCH_ONLY = ("", ".grouping", ".packing", ".varlen", ".attention", ".log_probs", ".batching", ".metrics")
+TORCH_ONLY = (
+    "",
+    ".grouping",
+    ".packing",
+    ".prefixes",
+    ".padded_plan",
+    ".varlen",
+    ".attention",
+    ".log_probs",
+    ".reconstruct",
+    ".flops",
+    ".masks",
+    ".interleaved",
+    ".zorro_train",
+    ".batching",
+    ".metrics",
+    ".micro_batches",
+)
 BLOCKED = ("verl", "transformers", "flash_attn", "fla", "triton", "ray", "tensordict", "numpy", "hydra", "omegaconf")
 
 
@@ -158,7 +193,12 @@ def run_fresh(code: str) -> str:
         "            raise ModuleNotFoundError(f'{name} is blocked in this test', name=name)\n"
         "sys.meta_path.insert(0, Blocker())\n"
     )
-    command = [sys.executable, "-c", prelude + code]
+    return run_python(prelude + code)
+
+
+def run_python(code: str) -> str:
+    """Standard output of ``code`` in a new process."""
+    command = [sys.executable, "-c", code]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
@@ -184,3 +224,12 @@ def test_the_package_itself_and_the_plug_in_do_without_torch():
     )
     assert "zorro_verl.plugin" in loaded.split()
     assert "zorro_verl.actor" not in loaded.split()
+
+
+def test_every_exported_name_is_there():
+    """A list in ``__all__`` that names what isn't there breaks `from zorro_verl import *` for everyone."""
+    names = run_python("from zorro_verl import *; print(*sorted(n for n in dir() if not n.startswith('_')))").split()
+    assert names == sorted(set(zorro_verl.__all__) - {"__version__"})
+    assert set(zorro_verl.__all__) <= set(dir(zorro_verl))
+    with pytest.raises(AttributeError, match="no attribute 'Qwen3ModelTwicePatcher'"):
+        zorro_verl.Qwen3ModelTwicePatcher  # noqa: B018

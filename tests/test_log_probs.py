@@ -181,6 +181,23 @@ def test_temperature_zero_is_finite(mode, temperature):
     assert_same(gradients(head, *reference), grads, 1e-5, relative=True)
 
 
+@pytest.mark.parametrize("mode", LOGITS_OPTIMIZATIONS)
+@pytest.mark.parametrize("temperature", [1e-1, 1e-2, 1e-3, torch.tensor([1.0, 1e-3, 1e-2, 2.0, 5e-3, 1e-3, 1.0])])
+@pytest.mark.parametrize("output", [0, 1], ids=["log-prob", "entropy"])
+def test_cold_logits_keep_their_digits(mode, temperature, output):
+    """Float32 against float64 on the same logits, of hundreds and nearly tied: what differs is our own arithmetic."""
+    generator, coldest = torch.Generator().manual_seed(1), float(torch.as_tensor(temperature).min())
+    noise = torch.randint(0, 2**12, (ROWS, VOCAB), generator=generator) * 2.0 ** round(math.log2(8 * coldest) - 12)
+    logits = (300 + noise).requires_grad_()
+    head = Head(dtype=torch.float32)
+    head.hidden, head.weight = logits, torch.eye(VOCAB)  # exact, and so is its backward
+    reference, got = expected(head, temperature, logits.double()), computed(head, mode, temperature)
+    assert reference[1].max() > 0.1, "every choice is sure: there is no gradient to get wrong"
+    assert_same(reference, got, 2e-5)
+    (a,), (b,) = (torch.autograd.grad((x[output] * head.weights[0]).sum(), logits) for x in (reference, got))
+    assert_same([a], [b], 2e-5, relative=True)
+
+
 @pytest.mark.parametrize("shape", [(ROWS - 1,), (ROWS, 1), (2,)])
 @pytest.mark.parametrize("mode", LOGITS_OPTIMIZATIONS)
 def test_bad_temperature_shapes_are_refused(mode, shape):

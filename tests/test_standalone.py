@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from tiny import batch_b0, gradients, padded_batch, per_row, shuffled, tiny_model, worst_gradient
 
 from zorro_verl.actor import DeduplicatedActor
+from zorro_verl.standalone import ENGINE_METHODS
 
 FLOAT64 = 5e-6
 FLOAT32 = 2e-5
@@ -97,22 +98,33 @@ def expected_loss(plain, rows, batch, response_mask, config):
     object.__setattr__(
         config,
         "global_batch_info",
-        {"dp_size": 1, "batch_num_tokens": int(response_mask.sum()), "global_batch_size": len(rows)},
+        {"dp_size": 1, "batch_num_tokens": int(response_mask.sum()), "global_batch_size": len(rows)}
+        | config.global_batch_info,
     )
     loss, metrics = compute_policy_loss_vanilla(
         old_log_prob=batch["old_log_probs"],
         log_prob=torch.stack(log_probs),
         advantages=batch["advantages"],
         response_mask=response_mask,
-        loss_agg_mode="token-mean",
+        loss_agg_mode=config.loss_agg_mode,
         config=config,
     )
     return loss
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_policy_loss_and_gradients(folder, rows, masked):
-    actor = make_actor(folder, dtype="float64")
+@pytest.mark.parametrize(
+    ("masked", "options"),
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"logits_optimization": "compute"}),
+        (False, {"logits_optimization": "memory"}),
+        (False, {"use_split_attention": False}),
+        (False, {"attn_implementation": "eager"}),
+    ],
+)
+def test_policy_loss_and_gradients(folder, rows, masked, options):
+    actor = make_actor(folder, dtype="float64", **options)
     actor.model.train()
     batch = training_batch(rows)
     mask = batch["attention_mask"][:, -batch["responses"].shape[1] :].clone()
@@ -149,6 +161,45 @@ def test_options_of_verls_loss_pass_through(folder, rows):
     assert vars(config) == before
 
 
+@pytest.mark.parametrize("mode", ["none", "compute", "memory"])
+def test_entropy_gradient(folder, rows, mode):
+    from verl.workers.config import FSDPActorConfig
+
+    config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, entropy_coeff=0.4)
+    actor = make_actor(folder, dtype="float64", logits_optimization=mode, actor_config=config)
+    batch, plain = training_batch(rows), tiny_model()
+    batch["advantages"].zero_()  # what is left of the loss is the entropy
+    metrics = actor.compute_policy_loss_and_backward(batch, temperature=0.7)
+    entropy = torch.cat(per_row(plain, rows, 0.7)[1]).mean()
+    (-0.4 * entropy).backward()
+    assert metrics["actor/entropy_loss"] == pytest.approx(float(entropy.detach()), abs=FLOAT64)
+    assert metrics["actor/policy_loss"] == pytest.approx(-0.4 * float(entropy.detach()), abs=FLOAT64)
+    assert worst_gradient(gradients(plain), gradients(actor.model)) <= FLOAT64
+
+
+@pytest.mark.parametrize("scale", [None, 5])
+def test_a_sequence_loss_is_divided_by_the_width_unless_told_otherwise(folder, rows, scale):
+    """As in verl, whose scale is the width of the padded responses when none is set."""
+    from verl.workers.config import FSDPActorConfig
+
+    config = FSDPActorConfig(
+        strategy="fsdp2",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        loss_agg_mode="seq-mean-token-sum-norm",
+        loss_scale_factor=scale,
+    )
+    actor = make_actor(folder, dtype="float64", actor_config=config)
+    batch = training_batch(rows, response_width=11)
+    mask = batch["attention_mask"][:, -11:]
+    config = copy.deepcopy(config)
+    config.global_batch_info["loss_scale_factor"] = scale
+    loss = expected_loss(tiny_model(), rows, batch, mask, config)
+    assert actor.compute_policy_loss_and_backward(batch)["actor/policy_loss"] == pytest.approx(
+        float(loss.detach()), abs=FLOAT64
+    )
+
+
 def test_no_token_in_the_loss(folder, rows):
     actor = make_actor(folder)
     batch = training_batch(rows)
@@ -174,6 +225,52 @@ def test_tensordict_and_dataproto_are_batches(folder, rows):
     expected = actor.forward(batch).logprobs
     assert torch.equal(actor.forward(TensorDict(batch, batch_size=len(rows))).logprobs, expected)
     assert torch.equal(actor.forward(DataProto.from_single_dict(batch)).logprobs, expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, torch.tensor([0.0, 1.0] * 4)], ids=["all", "some"])
+def test_temperature_zero_is_verls_floor(folder, rows, temperature):
+    """verl's engine divides by 1e-8 then: huge log-probs, but no NaN in values or gradients."""
+    actor = make_actor(folder, dtype="float64")
+    output = actor.forward(padded_batch(rows), temperature=temperature, calculate_entropy=True)
+    floor = torch.as_tensor(temperature).clamp(min=1e-8).expand(len(rows)).tolist()
+    expected = torch.cat(per_row(tiny_model(), rows, floor)[0])
+    torch.testing.assert_close(output.logprobs, expected, atol=0, rtol=FLOAT64)
+    assert output.entropy.isfinite().all()
+    (output.logprobs.sum() + output.entropy.sum()).backward()
+    assert all(g.isfinite().all() for g in gradients(actor.model).values())
+
+
+def test_positions_that_jump(folder, rows):
+    """The truth is the model on one unpadded row with its position ids; equal tokens elsewhere share nothing."""
+    actor, plain = make_actor(folder, dtype="float64"), tiny_model()
+    batch, g = padded_batch(rows), torch.Generator().manual_seed(4)
+    jumps = torch.randint(1, 4, (len(rows), batch["input_ids"].shape[1]), generator=g)
+    jumps[1:] = jumps[0]
+    batch["position_ids"] = jumps.cumsum(1)
+    batch["position_ids"][::2] += 7
+    got = actor.forward(batch).logprobs.split([len(r) for _, r in rows])
+    mask = batch["attention_mask"].bool()
+    for row, (prompt, response) in enumerate(rows):
+        positions = batch["position_ids"][row][mask[row]][None]
+        # Without a mask transformers would take every jump for the start of another sequence.
+        ones = torch.ones_like(positions)
+        ids = torch.cat([prompt, response])[None]
+        logits = plain(ids, attention_mask=ones, position_ids=positions, use_cache=False).logits[0]
+        log_p = logits[len(prompt) - 1 : -1].log_softmax(-1) if len(response) else logits[:0]
+        expected = log_p.gather(-1, response[:, None])[:, 0]
+        torch.testing.assert_close(got[row], expected, atol=FLOAT64, rtol=0, msg=lambda m, row=row: f"row {row}: {m}")
+    assert 3 < actor.stats["groups"] <= 6
+
+
+def test_responses_have_to_be_the_end_of_the_rows(folder, rows):
+    actor, batch = make_actor(folder), padded_batch(rows, response_width=12)
+    expected = actor.forward(batch).logprobs
+    valid = batch["attention_mask"][:, -12:].bool()
+    batch["responses"] = torch.where(valid, batch["responses"], 9)
+    assert torch.equal(actor.forward(batch).logprobs, expected), "padding carries no meaning"
+    batch["responses"] = torch.where(valid, (batch["responses"] + 1) % 61, 0)
+    with pytest.raises(ValueError, match="responses: expected the last 12 columns of input_ids"):
+        actor.forward(batch)
 
 
 def test_grad_mode_is_the_callers(folder, rows):
@@ -212,7 +309,18 @@ def test_the_model_is_a_plain_one_for_other_calls(folder, rows):
     )
 
 
-@pytest.mark.parametrize("name", ["train_batch", "infer_batch", "initialize", "save_checkpoint", "train_mode"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "torch.float32", torch.float64, None])
+def test_dtype_is_a_name_or_the_checkpoints(folder, rows, dtype):
+    actor = make_actor(folder, dtype=dtype)
+    expected = torch.float32 if dtype is None else dtype
+    expected = getattr(torch, expected.removeprefix("torch.")) if isinstance(expected, str) else expected
+    assert actor.model.dtype == expected
+    assert actor.forward(padded_batch(rows)).logprobs.dtype == (
+        torch.float64 if expected == torch.float64 else torch.float32
+    )
+
+
+@pytest.mark.parametrize("name", ENGINE_METHODS)
 def test_engine_methods_name_the_verl_way(folder, name):
     with pytest.raises(RuntimeError, match=f"{name}.*strategy=zorro"):
         getattr(make_actor(folder), name)()

@@ -2,16 +2,17 @@
 
 As an engine it is what verl's registry returns for ``strategy=zorro``; it replaces how a batch is cut into
 micro-batches, what goes into the model and how the model's output is read. Loss, optimizer, sharding, checkpoints and
-weight export stay verl's. Built from a model name instead, it is the stand-alone harness of `zorro_verl.standalone`.
+weight export stay verl's. Built from a model name instead, it is the stand-alone harness of `zorro_verl.standalone`
+and `zorro_verl.data_proto`.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
 from zorro_verl.attention import MAX_REFERENCE_TOKENS
-from zorro_verl.batching import split_micro_batches
-from zorro_verl.grouping import Rows, prompt_fingerprints
+from zorro_verl.data_proto import DataProtoActor
+from zorro_verl.grouping import Rows
 from zorro_verl.metrics import ShareCounts, skipped_step_metric
+from zorro_verl.micro_batches import MicroBatches, token_budget
 from zorro_verl.models import (
     SharedPrompt,
     check_supported,
@@ -37,19 +39,19 @@ from zorro_verl.models import (
 )
 from zorro_verl.options import CONFIG_KEY, ZorroOptions
 from zorro_verl.packing import Plan, build_plan
-from zorro_verl.standalone import Standalone
 from zorro_verl.verl_rows import check_batch, rows_from_verl
 
 logger = logging.getLogger(__name__)
 
 
-class DeduplicatedActor(Standalone, FSDPEngineWithLMHead):
+class DeduplicatedActor(DataProtoActor, FSDPEngineWithLMHead):
     """veRL's FSDP engine with shared prompts; or, given ``model_name_or_path``, one process without veRL's trainer.
 
     As an engine (verl builds it): ``DeduplicatedActor(model_config, engine_config, optimizer_config,
     checkpoint_config)``. The configs are copied, never changed.
 
-    Stand-alone: ``DeduplicatedActor(model_name_or_path=..., device=..., ...)``, see `Standalone.build`.
+    Stand-alone: ``DeduplicatedActor(model_name_or_path=..., device=..., ...)``, see `Standalone.build`; then it has
+    ``forward`` and ``compute_policy_loss_and_backward``, and veRL's ``compute_log_prob`` and ``update_policy``.
 
     Raises:
         ValueError: a model, option or combination that can't be shared exactly, with the config key to change.
@@ -175,32 +177,18 @@ class DeduplicatedActor(Standalone, FSDPEngineWithLMHead):
             rows = rows_from_verl(data)
             check_batch(data, rows, self.module.get_input_embeddings().num_embeddings)
             check_window(sliding_window(self.model_config.hf_config), int(rows.lens.max()))
-            fingerprints = prompt_fingerprints(rows).tolist()
-            prompt_lens, response_lens = rows.prompt_lens.tolist(), rows.response_lens.tolist()
-            split = partial(
-                split_micro_batches,
-                fingerprints,
-                prompt_lens,
-                response_lens,
-                *_token_budget(data, int(rows.lens.max())),
-            )
-            indices = split(min_count=1)
+            batch = MicroBatches(rows)
+            budget = _token_budget(data, int(rows.lens.max()))
+            indices = batch.split(*budget)
             if self._dense:
                 self._check_dense(indices, rows)
         except Exception as error:
             failure = error  # raised below, on every rank: the others would wait for this one in a collective
         most = self._agree(failure, len(indices), len(data))
         if len(indices) < most:
-            indices = split(min_count=most)
-
-        counts, micro_batches = ShareCounts(), []
-        for part in indices:
-            members = {fingerprints[row]: prompt_lens[row] for row in part}
-            responses = sum(response_lens[row] for row in part)
-            total = responses + sum(prompt_lens[row] for row in part)
-            counts.add_micro_batch(total, responses + sum(members.values()), [fingerprints[row] for row in part])
-            micro_batches.append(tu.index_select_tensor_dict(data, torch.tensor(part)))
-        return micro_batches, indices, counts
+            indices = batch.split(*budget, min_count=most)
+        micro_batches = [tu.index_select_tensor_dict(data, torch.tensor(part)) for part in indices]
+        return micro_batches, indices, batch.counts(indices)
 
     def _check_dense(self, indices: list[list[int]], rows: Rows) -> None:
         """The dense reference builds a mask over a whole micro-batch, at worst over its rows as they were."""
@@ -282,25 +270,11 @@ def register(registry: type[EngineRegistry]) -> None:
 
 
 def _token_budget(data: TensorDict, longest_row: int) -> tuple[int, str]:
-    """Packed tokens of one micro-batch, and the config key that set them.
-
-    Without dynamic batch sizes the micro-batch size is a grant of memory: that many rows as long as the longest.
-    """
-    if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
-        budget = tu.get_non_tensor_data(data, "max_token_len_per_gpu", default=None)
-        if budget is None:
-            raise ValueError(
-                "max_token_len_per_gpu: expected a token budget with use_dynamic_bsz=True, got none; set "
-                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu (rollout/ref: log_prob_max_token_len_per_gpu)"
-            )
-        return int(budget), "ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu for log-probs)"
-    size = tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=None)
-    if size is None:
-        raise ValueError(
-            "micro_batch_size_per_gpu: expected a size with use_dynamic_bsz=False, got none; set "
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu (rollout/ref: log_prob_micro_batch_size_per_gpu)"
-        )
-    return int(size) * longest_row, "ppo_micro_batch_size_per_gpu (log_prob_micro_batch_size_per_gpu for log-probs)"
+    setting = functools.partial(tu.get_non_tensor_data, data, default=None)
+    use_dynamic_bsz = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
+    return token_budget(
+        use_dynamic_bsz, setting("max_token_len_per_gpu"), setting("micro_batch_size_per_gpu"), longest_row
+    )
 
 
 def _refuse_flags(data: TensorDict) -> None:

@@ -74,21 +74,19 @@ class _FromLogits(torch.autograd.Function):
             _statistics(logits[part], labels[part], _of(inverse, part), calculate_entropy)
             for part in _chunks(logits.shape[0], rows)
         ]
-        log_probs, entropy, lse = (torch.cat(column) for column in zip(*stats, strict=True))
-        ctx.save_for_backward(logits, labels, inverse, lse, entropy)
+        log_probs, entropy, peak, log_total = (torch.cat(column) for column in zip(*stats, strict=True))
+        ctx.save_for_backward(logits, labels, inverse, peak, log_total, entropy)
         ctx.rows = rows
         return log_probs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropy):
-        logits, labels, inverse, lse, entropy = ctx.saved_tensors
+        logits, *statistics = ctx.saved_tensors
         parts = _chunks(logits.shape[0], ctx.rows)
         grad = torch.empty_like(logits) if len(parts) > 1 else None
         for part in parts:
-            piece = _logits_grad(
-                logits[part], labels[part], _of(inverse, part), lse[part], entropy, grad_log_probs, grad_entropy, part
-            )
+            piece = _logits_grad(logits[part], *statistics, grad_log_probs, grad_entropy, part)
             if grad is None:
                 grad = piece.to(logits.dtype)
             else:
@@ -105,75 +103,86 @@ class _FromHidden(torch.autograd.Function):
         for part in _chunks(hidden.shape[0], rows):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
             stats.append(_statistics(logits, labels[part], _of(inverse, part), calculate_entropy))
-        log_probs, entropy, lse = (torch.cat(column) for column in zip(*stats, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, labels, inverse, lse, entropy)
+            del logits  # here and below: else the next chunk is made beside this one
+        log_probs, entropy, peak, log_total = (torch.cat(column) for column in zip(*stats, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, labels, inverse, peak, log_total, entropy)
         return log_probs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropy):
-        hidden, weight, bias, labels, inverse, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, *statistics = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if need_bias else None
+        sums = _statistics_dtype(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=sums) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=sums) if need_bias else None
         for part in _chunks(hidden.shape[0], ctx.rows):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
-            grad = _logits_grad(
-                logits, labels[part], _of(inverse, part), lse[part], entropy, grad_log_probs, grad_entropy, part
-            ).to(weight.dtype)
+            grad = _logits_grad(logits, *statistics, grad_log_probs, grad_entropy, part).to(weight.dtype)
+            del logits
             if need_hidden:
                 grad_hidden[part] = grad @ weight
-            if need_weight:
+            if need_weight and grad_weight.dtype == grad.dtype:
+                grad_weight.addmm_(grad.T, hidden[part])
+            elif need_weight:
                 grad_weight += grad.T @ hidden[part]
             if need_bias:
                 grad_bias += grad.sum(0)
+            del grad
         cast = lambda total, like: None if total is None else total.to(like.dtype)  # noqa: E731
         return grad_hidden, cast(grad_weight, weight), cast(grad_bias, bias), None, None, None
 
 
 def _statistics(
     logits: Tensor, labels: Tensor, inverse: Tensor | None, calculate_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob, entropy (zero-length when not asked for) and log-sum-exp of each row."""
-    z = _scaled(logits, inverse)
-    log_p = z.log_softmax(-1)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each row: log-prob, entropy (zero-length when not asked for), largest logit, log-sum-exp relative to it."""
+    peak = logits.amax(-1).to(_statistics_dtype(logits))
+    # log_softmax takes the peak away by itself, but after the division by a small temperature its digits are gone.
+    log_p = (logits.to(peak.dtype) if inverse is None else _shifted(logits, peak, inverse)).log_softmax(-1)
     log_probs = log_p.gather(-1, labels[:, None])[:, 0]
-    lse = z.amax(-1) - log_p.amax(-1)  # of the likeliest token, where no digits are lost however cold it is
-    entropy = -(log_p.exp() * log_p).sum(-1) if calculate_entropy else lse[:0]
-    return log_probs, entropy, lse
+    log_total = -log_p.amax(-1)
+    entropy = -log_p.exp().mul_(log_p).sum(-1) if calculate_entropy else peak[:0]
+    return log_probs, entropy, peak, log_total
 
 
 def _logits_grad(
     logits: Tensor,
     labels: Tensor,
     inverse: Tensor | None,
-    lse: Tensor,
+    peak: Tensor,
+    log_total: Tensor,
     entropy: Tensor,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
     part: slice,
 ) -> Tensor:
-    """``(rows, V)`` gradient of the logits in float32; the formulas stand in the module's docstring."""
+    """``(rows, V)`` gradient of the logits in float32; the formulas stand in the module's docstring.
+
+    ``logits`` are those of ``part``; all else is whole. With ``s = z - max z`` and ``t`` its log-sum-exp, p is
+    ``exp(s) exp(-t)`` and log p is ``s - t``: the factors of a row are multiplied first, so that each costs no pass.
+    """
     if grad_log_probs is None and grad_entropy is None:
         return torch.zeros_like(logits)
-    log_p = _scaled(logits, inverse) - lse[:, None]
+    labels, peak, log_total, inverse = labels[part], peak[part], log_total[part], _of(inverse, part)
+    shifted, scale = _shifted(logits, peak, inverse), torch.exp(-log_total)
     if grad_entropy is None:
-        grad = log_p.exp_().mul_(-grad_log_probs[part, None])
+        grad = shifted.exp_().mul_((-grad_log_probs[part] * scale)[:, None])
     else:
-        p = log_p.exp()
-        grad = log_p.add_(entropy[part, None]).mul_(p).mul_(-grad_entropy[part, None])
+        p = shifted.exp()
+        grad = shifted.add_((entropy[part] - log_total)[:, None]).mul_(p).mul_((-grad_entropy[part] * scale)[:, None])
         if grad_log_probs is not None:
-            grad.addcmul_(p, grad_log_probs[part, None], value=-1.0)
+            grad.addcmul_(p, (grad_log_probs[part] * scale)[:, None], value=-1.0)
     if grad_log_probs is not None:
         grad.scatter_add_(-1, labels[:, None], grad_log_probs[part, None])
     return grad if inverse is None else grad.mul_(inverse[:, None])
 
 
-def _scaled(logits: Tensor, inverse: Tensor | None) -> Tensor:
-    """Logits over temperature in the dtype of the statistics; the logits themselves where that is what they are."""
-    logits = logits.to(_statistics_dtype(logits))
-    return logits if inverse is None else logits * inverse[:, None]
+def _shifted(logits: Tensor, peak: Tensor, inverse: Tensor | None) -> Tensor:
+    """A new ``(rows, V)``: logits below the row's largest, over temperature; exact where it matters, near the peak."""
+    shifted = logits - peak[:, None]
+    return shifted if inverse is None else shifted.mul_(inverse[:, None])
 
 
 def _inverse_temperature(temperature: float | Tensor, like: Tensor) -> Tensor | None:

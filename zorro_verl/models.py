@@ -316,14 +316,14 @@ def check_supported(config: PretrainedConfig) -> None:
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise ValueError(
             f"model_type: expected one of {SUPPORTED_MODEL_TYPES}, got {config.model_type!r}; "
-            "use actor_rollout_ref.actor.strategy=fsdp2 for this model"
+            "use the plain model; in veRL that is actor_rollout_ref.actor.strategy=fsdp2"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     rope_type = rope.get("rope_type", "default")
     if rope_type in ("dynamic", "longrope"):
         raise ValueError(
             f"rope_type: expected frequencies that don't depend on the batch's longest row, got {rope_type!r}; "
-            "use actor_rollout_ref.actor.strategy=fsdp2 for this model"
+            "use the plain model; in veRL that is actor_rollout_ref.actor.strategy=fsdp2"
         )
 
 

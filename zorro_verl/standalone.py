@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,15 +12,17 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import reduce_metrics
+from verl.utils.py_functional import append_to_dict
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
-from zorro_verl.grouping import Rows, exclusive_cumsum, prompt_fingerprints, ranges
 from zorro_verl.metrics import ShareCounts
+from zorro_verl.micro_batches import MicroBatches
 from zorro_verl.models import check_supported, install
 from zorro_verl.options import ZorroOptions
-from zorro_verl.packing import Plan
-from zorro_verl.verl_rows import check_tokens
+from zorro_verl.padded_batch import LOSS_INPUTS, PaddedBatch
 
 # What an engine does inside verl, and which this class does not do outside of it.
 ENGINE_METHODS = (
@@ -38,9 +40,16 @@ ENGINE_METHODS = (
     "to",
     "get_per_tensor_param",
     "get_per_tensor_param_shard",
+    "get_per_tensor_param_delta_shard",
+    "prime_delta_snapshots",
+    "disable_adapter",
+    "forward_step",
     "get_data_parallel_rank",
     "get_data_parallel_size",
     "get_data_parallel_group",
+    "get_context_parallel_group",
+    "get_model_parallel_group",
+    "is_mp_src_rank_with_outputs",
 )
 
 
@@ -74,7 +83,8 @@ class Standalone:
             device: where the model runs.
             logits_optimization, use_split_attention, attn_implementation: see `ZorroOptions`.
             dtype: a torch dtype or its name; the checkpoint's own when None.
-            actor_config: options of verl's policy loss; verl's defaults when None. Copied.
+            actor_config: options of verl's policy loss, and sizes, epochs and optimizer of ``update_policy``; verl's
+                defaults when None, with micro-batches under its token budget. Copied.
         """
         self.options = ZorroOptions(
             attn_implementation=attn_implementation,
@@ -90,7 +100,8 @@ class Standalone:
         self.module = model.to(device)
         install(self.module, attn_implementation, use_split_attention)
         self.actor_config = copy.deepcopy(actor_config) if actor_config is not None else _default_actor_config()
-        self._counts = ShareCounts()
+        self.optimizer = self.lr_scheduler = None
+        self._stats = ShareCounts().summary()
         for name in ENGINE_METHODS:
             setattr(self, name, partial(_refuse, name))
 
@@ -102,7 +113,7 @@ class Standalone:
     @property
     def stats(self) -> Mapping[str, Any]:
         """The last call's counts: tokens_total, tokens_packed, token_ratio, groups, groups_split, fallback."""
-        return MappingProxyType(dict(self._counts.summary()))
+        return MappingProxyType(dict(self._stats))
 
     def forward(
         self,
@@ -120,9 +131,13 @@ class Standalone:
             calculate_entropy: whether to compute the entropy.
 
         Raises:
-            ValueError: a missing key, a wrong shape or dtype, or a row without a prompt.
+            ValueError: a missing key, a wrong shape or dtype, ``responses`` that are not the end of ``input_ids``, or
+                a row without a prompt.
         """
-        output, _, _ = self._forward(_tensors(batch), temperature, calculate_entropy)
+        read = self._read(batch)
+        inputs, _ = self.prepare_model_inputs(read.jagged(temperature, calculate_entropy))
+        output = self.module(**inputs, use_cache=False)
+        self._count_whole(read)
         return ActorOutput(output["log_probs"], output.get("entropy"))
 
     def compute_policy_loss_and_backward(
@@ -141,100 +156,65 @@ class Standalone:
         """
         if gradient_accumulation < 1:
             raise ValueError(f"gradient_accumulation: expected at least 1, got {gradient_accumulation}")
-        tensors = _tensors(batch)
-        required = ("old_log_probs", "advantages") + (("ref_log_prob",) if self.actor_config.use_kl_loss else ())
-        _require(tensors, required)
+        read = self._read(batch, self._loss_inputs())
+        data = read.jagged(temperature, self._needs_entropy(), loss=True)
+        whole = [range(read.rows.num_rows)]
+        loss, metrics = self._accumulate(data, whole, self._loss_config(read.width), gradient_accumulation)
+        self._count_whole(read)
+        return {"actor/policy_loss": loss} | metrics
+
+    def _accumulate(
+        self, data: TensorDict, micro_batches: Sequence[Sequence[int]], config: FSDPActorConfig, divisor: int = 1
+    ) -> tuple[float, dict[str, float]]:
+        """Forward, verl's loss over all of ``data``, and the backward of its share, of each micro-batch.
+
+        Returns the loss, undivided, and verl's metrics of it.
+        """
+        settings = {
+            "dp_size": 1,
+            # A batch without a token in the loss has loss 0: any divisor but 0 says so.
+            "batch_num_tokens": max(1, int(data["response_mask"].values().sum())),
+            "global_batch_size": len(data),
+        }
+        total, metrics = 0.0, {}
+        for rows in micro_batches:
+            part = tu.index_select_tensor_dict(data, torch.tensor(rows))
+            tu.assign_non_tensor(part, **settings)
+            inputs, args = self.prepare_model_inputs(part)
+            output = self.prepare_model_outputs(self.module(**inputs, use_cache=False), args, part, None)
+            loss, values = ppo_loss(config, output, part)
+            (loss / divisor).backward()
+            total += loss.item()
+            append_to_dict(metrics, values)
+        return total, {name: float(value) for name, value in reduce_metrics(metrics).items()}
+
+    def _read(self, batch: Any, required: tuple[str, ...] = ()) -> PaddedBatch:
+        device = next(self.module.parameters()).device
+        return PaddedBatch(batch, device, self.module.get_input_embeddings().num_embeddings, required)
+
+    def _count_whole(self, read: PaddedBatch) -> None:
+        self._stats = MicroBatches(read.rows).counts([range(read.rows.num_rows)]).summary()
+
+    def _loss_inputs(self) -> tuple[str, ...]:
+        return LOSS_INPUTS + (("ref_log_prob",) if self.actor_config.use_kl_loss else ())
+
+    def _needs_entropy(self) -> bool:
+        return bool(self.actor_config.calculate_entropy or self.actor_config.entropy_coeff)
+
+    def _loss_config(self, width: int) -> FSDPActorConfig:
+        """A copy for verl's loss to write into; the padded width is what verl divides by when it is given no scale."""
         config = copy.copy(self.actor_config)
         object.__setattr__(config, "global_batch_info", {})
-        calculate_entropy = bool(config.calculate_entropy or config.entropy_coeff)
-        output, rows, plan = self._forward(tensors, temperature, calculate_entropy)
-        data = _loss_inputs(tensors, rows)
-        loss, metrics = ppo_loss(config, self.prepare_model_outputs(output, {"plan": plan}, data, None), data)
-        (loss / gradient_accumulation).backward()
-        values = {name: float(m.aggregate() if hasattr(m, "aggregate") else m) for name, m in metrics.items()}
-        return {"actor/policy_loss": loss.item()} | values
-
-    def _forward(
-        self, tensors: dict[str, Tensor], temperature: float | Tensor, calculate_entropy: bool
-    ) -> tuple[dict[str, Tensor], Rows, Plan]:
-        _require(tensors, ("input_ids", "attention_mask", "position_ids", "responses"))
-        device = next(self.module.parameters()).device
-        responses = tensors["responses"]
-        if responses.dim() != 2 or responses.shape[0] != tensors["input_ids"].shape[0]:
-            raise ValueError(f"responses: expected (B, R), got {tuple(responses.shape)}")
-        names = ("input_ids", "attention_mask", "position_ids")
-        rows = Rows.from_padded(*(tensors[name].to(device) for name in names), responses.shape[1])
-        check_tokens(rows, self.module.get_input_embeddings().num_embeddings)
-        if rows.position_ids.dim() != 1:
-            raise ValueError(f"position_ids: expected (B, S) for a text model, got {rows.position_ids.shape[0]} axes")
-        if not isinstance(temperature, Tensor | float | int):
-            raise ValueError(f"temperature: expected a float or a tensor, got {type(temperature).__name__}")
-        if isinstance(temperature, Tensor) and temperature.dim() > 0 and temperature.shape != (rows.num_rows,):
-            raise ValueError(f"temperature: expected a float or ({rows.num_rows},), got {tuple(temperature.shape)}")
-        inputs, plan = self.pack(rows, temperature, calculate_entropy)
-        self._counts = ShareCounts()
-        self._counts.add_micro_batch(plan.num_row_tokens, plan.num_tokens, prompt_fingerprints(rows).tolist())
-        return self.module(**inputs, use_cache=False), rows, plan
-
-
-def _loss_inputs(tensors: dict[str, Tensor], rows: Rows) -> TensorDict:
-    """The batch as verl's loss reads it: jagged rows of valid tokens, normalised over this batch."""
-    device = rows.tokens.device
-    width = tensors["responses"].shape[1]
-    valid = tensors["attention_mask"].to(device)[:, -width:].bool()
-    longest = int(rows.response_lens.max())
-    offsets = exclusive_cumsum(rows.response_lens).to(device)
-
-    def jagged(name: str, default: Tensor | None = None) -> Tensor:
-        value = tensors.get(name, default)
-        if name == "response_mask":
-            value = value != 0  # summed below, which in a short dtype would round
-        if value.shape != valid.shape:
-            raise ValueError(f"{name}: expected (B, R) = {tuple(valid.shape)}, got {tuple(value.shape)}")
-        # Without its length bounds a jagged tensor pads to the sum of its rows.
-        return torch.nested.nested_tensor_from_jagged(
-            value.to(device)[valid], offsets, min_seqlen=int(rows.response_lens.min()), max_seqlen=longest
-        )
-
-    fields = {name: jagged(name) for name in ("responses", "old_log_probs", "advantages")}
-    fields |= {name: jagged(name) for name in ("ref_log_prob", "rollout_is_weights") if name in tensors}
-    fields["response_mask"] = jagged("response_mask", valid)
-    fields["input_ids"] = torch.nested.nested_tensor_from_jagged(rows.tokens, rows.cu_seqlens.to(device))
-    prompt_tokens = ranges(rows.cu_seqlens[:-1], rows.prompt_lens, device)
-    fields["prompts"] = torch.nested.nested_tensor_from_jagged(
-        rows.tokens[prompt_tokens], exclusive_cumsum(rows.prompt_lens).to(device)
-    )
-    num_tokens = int(fields["response_mask"].values().sum())
-    data = TensorDict(fields, batch_size=rows.num_rows)
-    # A batch without a token in the loss has loss 0: any divisor but 0 says so.
-    for key, value in (
-        ("dp_size", 1),
-        ("batch_num_tokens", max(1, num_tokens)),
-        ("global_batch_size", rows.num_rows),
-        ("max_response_len", longest),
-    ):
-        data.set_non_tensor(key, value)
-    return data
-
-
-def _tensors(batch: Any) -> dict[str, Tensor]:
-    source = batch.batch if hasattr(batch, "meta_info") else batch
-    if not hasattr(source, "items"):
-        raise ValueError(f"batch: expected a mapping of tensors or a DataProto, got {type(batch).__name__}")
-    return {str(key): value for key, value in source.items() if isinstance(value, Tensor)}
-
-
-def _require(tensors: Mapping[str, Tensor], keys: tuple[str, ...]) -> None:
-    missing = [key for key in keys if key not in tensors]
-    if missing:
-        raise ValueError(f"batch: expected the keys {list(keys)}, got no {missing} in {sorted(tensors)}")
+        if config.loss_scale_factor is None:
+            object.__setattr__(config, "loss_scale_factor", width)
+        return config
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
     if dtype is None:
         return "auto"
     if isinstance(dtype, str):
-        found = getattr(torch, dtype, None)
+        found = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(found, torch.dtype):
             raise ValueError(f"dtype: expected a torch dtype or its name, got {dtype!r}")
         return found
@@ -242,13 +222,13 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
 
 
 def _default_actor_config() -> FSDPActorConfig:
-    # Sizes and rollout n are required by the dataclass and not read by the loss.
-    return FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+    # With neither budget nor size given, verl's own token budget keeps groups whole; a size of 1 would cut them.
+    return FSDPActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True)
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
         f"DeduplicatedActor.{name} is part of verl's engine and needs verl's worker: run "
         "`python -m verl.trainer.main_ppo ... actor_rollout_ref.actor.strategy=zorro`. Stand-alone, use forward, "
-        "compute_policy_loss_and_backward and actor.model"
+        "compute_policy_loss_and_backward, compute_log_prob, update_policy and actor.model"
     )
