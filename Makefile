@@ -22,8 +22,9 @@ setup: ## Make or mend .venv from requirements/cpu.lock.txt
 test: setup ## Run every test (ARGS="-k name" is passed to pytest)
 	$(VENV_PYTHON) -m pytest $(ARGS)
 
-test-fast: setup ## Run the tests that start no Ray cluster
-	$(VENV_PYTHON) -m pytest -m "not ray" $(ARGS)
+# File by file on two processes: fixtures of a file are expensive, and most tests keep one core busy.
+test-fast: setup ## Run the tests that start no Ray cluster, two files at a time
+	$(VENV_PYTHON) -m pytest -m "not ray" -n 2 --dist loadfile $(ARGS)
 
 lint: setup ## Check style and formatting
 	$(VENV_PYTHON) -m ruff check .
