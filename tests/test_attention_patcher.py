@@ -8,7 +8,7 @@ import torch
 from tiny import batch_b0, gradients, padded_batch, shuffled, tiny_model, worst_gradient
 
 from zorro_verl import Qwen3ModelOncePatcher, QwenAttentionPatcher, ZoRRoTrain
-from zorro_verl.models import install
+from zorro_verl.models import install, uninstall
 
 FLOAT64 = 5e-6
 FLOAT32 = 2e-5
@@ -162,13 +162,16 @@ def test_a_cache_gets_every_row():
     got, expected = case.model(ids), plain(ids)
     assert torch.equal(got.logits, expected.logits)
     assert patcher.stats["token_ratio"] == 1
+    assert patcher.stats["fallback"] == {"use_cache": 4}
     assert torch.equal(
         case.model.generate(ids, max_new_tokens=4, do_sample=False),
         plain.generate(ids, max_new_tokens=4, do_sample=False),
     )
 
 
-def test_inside_a_patched_model():
+@pytest.mark.parametrize("first", ["layer", "model"])
+def test_inside_a_patched_model(first):
+    """And out again, in either order."""
     case = Case()
     plain = copy.deepcopy(case.model)
     layer_patcher = patched(case.layer)
@@ -177,8 +180,13 @@ def test_inside_a_patched_model():
         got = case.model(BATCH["input_ids"], BATCH["attention_mask"], BATCH["position_ids"], use_cache=False).logits
         expected = plain(BATCH["input_ids"], BATCH["attention_mask"], BATCH["position_ids"], use_cache=False).logits
         torch.testing.assert_close(got[MASK], expected[MASK], atol=FLOAT64, rtol=0)
+    if first == "layer":
+        layer_patcher.unpatch()
+    uninstall(case.model)
     layer_patcher.unpatch()
     assert case.layer.config is case.model.config
+    hidden, positions = case.inputs()
+    assert torch.equal(case.layer(hidden, positions, None)[0], case.plain(hidden, positions, None)[0])
 
 
 def test_unpatch_leaves_nothing():
@@ -243,7 +251,7 @@ def swapped(groups):
     ("settings", "message"),
     [
         ({"prompt_groups": GROUPS}, "response_len: expected a width beside prompt_groups"),
-        ({"response_len": 0}, "response_len: expected None or a width"),
+        ({"response_len": 0}, "response_len: expected None or an int"),
         ({"response_len": 15, "prompt_groups": GROUPS}, "response_len: expected a width below 15"),
         ({"response_len": WIDTH, "prompt_groups": GROUPS[1:]}, "prompt_groups: expected each of 8 rows once"),
         ({"response_len": WIDTH, "prompt_groups": [*GROUPS, [0]]}, "prompt_groups: expected each of 8 rows once"),

@@ -96,6 +96,7 @@ def test_the_documented_call():
         "tokens_packed": 9 + 4 * 3,
         "token_ratio": 48 / 21,
         "groups": 1,
+        "groups_split": 0,
         "fallback": {"use_cache": 0},
     }
     patcher.unpatch()
@@ -115,6 +116,17 @@ def test_only_the_packed_row_goes_through_the_layers():
     lengths.clear()
     model(BATCH["input_ids"], BATCH["attention_mask"], logits_to_keep=WIDTH + 1)
     assert lengths == [48, 35 + 3], "the head runs on responses and the last token of each prompt"
+
+
+def test_a_response_length_that_fits_nothing_is_replaced_by_a_search():
+    """Rows that are padded on the right: their last columns are no responses, and no two prompts of one width equal."""
+    model, plain = pair()
+    patcher = patched(model, response_len=2)
+    prompt, none = tokens(6, torch.Generator().manual_seed(4)), torch.empty(0, dtype=torch.long)
+    rows = [(torch.cat([prompt, torch.arange(i, i + n)]), none) for i, n in ((1, 3), (9, 5), (20, 4), (30, 5))]
+    ids, mask = (torch.nn.utils.rnn.pad_sequence(x, True) for x in ([r for r, _ in rows], [r > 0 for r, _ in rows]))
+    assert_rows(row_logits(plain, rows), rows_of(model(ids, mask).logits, mask))
+    assert patcher.stats["tokens_packed"] == 6 + 17
 
 
 @pytest.mark.parametrize("response_len", [None, 1, WIDTH - 1, WIDTH, WIDTH + 2, 14, 15, 512])
@@ -342,8 +354,8 @@ def test_temperature():
         ({"temperature": torch.tensor([1.0, -1.0])}, "temperature: expected values above 0"),
         ({"temperature": torch.ones(3)}, r"temperature: expected a float or \(8,\), got \(3,\)"),
         ({"temperature": "hot"}, "temperature: expected a float"),
-        ({"output_attentions": True}, "output_attentions: expected None on a patched model, got True"),
-        ({"cu_seq_lens_q": torch.ones(3)}, r"cu_seq_lens_q: expected None .* got a \(3,\)"),
+        ({"output_attentions": True}, "output_attentions: a patched model takes no such argument, got True"),
+        ({"cu_seq_lens_q": torch.ones(3)}, r"cu_seq_lens_q: .* got a \(3,\)"),
         ({"attention_mask": torch.ones(8, 1, 15, 15)}, r"attention_mask: expected \(B, S\) = \(8, 15\)"),
         ({"attention_mask": {"full_attention": None}}, "attention_mask: expected"),
         ({"position_ids": torch.ones(8, 14, dtype=torch.long)}, "position_ids: expected"),
@@ -351,7 +363,7 @@ def test_temperature():
         ({"inputs_embeds": torch.ones(8, 15, 32)}, "input_ids: expected either input_ids or inputs_embeds"),
         ({"input_ids": torch.ones(8, 15)}, r"input_ids: expected \(B, S\) integers"),
         ({"input_ids": torch.ones(8, dtype=torch.long)}, r"input_ids: expected \(B, S\) integers"),
-        ({"typo": 1}, "typo: expected None on a patched model"),
+        ({"typo": 1}, "typo: a patched model takes no such argument"),
     ],
 )
 def test_what_sharing_cannot_answer_is_named(arguments, message):
@@ -424,6 +436,16 @@ def test_the_actors_seam_and_a_patch_replace_each_other():
     assert_rows(row_logits(plain), call(model))
     install(model)
     patcher.unpatch()
+    uninstall(model)
+    assert is_plain(model, plain)
+    install(model)
+    seam = model.forward
+    patched(model)
+    patcher = patched(model, temperature=2.0)
+    with Qwen3ModelPatcher(model):
+        assert_rows(row_logits(plain), call(model))
+    patcher.unpatch()
+    assert model.forward is seam, "the actor goes on with its model"
     uninstall(model)
     assert is_plain(model, plain)
 
@@ -534,6 +556,65 @@ def test_checkpointing_with_two_forwards_in_flight(reentrant):
     assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT64
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("output", ["logits", "hidden_states"])
+def test_checkpointing_with_the_backward_after_the_block(reentrant, output):
+    """Layers run again when the model is plain once more."""
+    model, plain = pair()
+    for m in (model, plain):
+        m.train()
+        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        m.enable_input_require_grads()
+    arguments = {"attention_mask": BATCH["attention_mask"], "output_hidden_states": True, "use_cache": False}
+    with Qwen3ModelPatcher(model):
+        got = model(BATCH["input_ids"], **arguments)
+    expected = plain(BATCH["input_ids"], **arguments)
+    for m, out in ((model, got), (plain, expected)):
+        values = out.logits if output == "logits" else out.hidden_states[-1]
+        loss_of(rows_of(values)).backward()
+        assert m.lm_head.weight.grad is None or output == "logits"
+    assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT64
+    assert torch.equal(model(BATCH["input_ids"]).logits, plain(BATCH["input_ids"]).logits)
+    assert all(m.__dict__.get("config", model.config) is model.config for m in model.modules())
+
+
+def test_an_error_in_such_a_backward_is_no_lasting_harm():
+    model, plain = pair()
+    model.train()
+    model.gradient_checkpointing_enable()
+    with Qwen3ModelPatcher(model):
+        loss = model(BATCH["input_ids"], BATCH["attention_mask"]).logits.sum()
+
+    def stop(*_):
+        raise RuntimeError("stop")
+
+    handle = model.model.layers[0].mlp.register_forward_pre_hook(stop)
+    with pytest.raises(RuntimeError, match="stop"):
+        loss.backward()
+    handle.remove()
+    with Qwen3ModelPatcher(model):
+        assert_rows(row_logits(plain), call(model))
+    model.eval()
+    assert torch.equal(model(BATCH["input_ids"]).logits, plain(BATCH["input_ids"]).logits)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "gone"])
+def test_a_generate_of_the_users_own_stays(when):
+    model, _ = pair()
+    own = lambda *args: "own"  # noqa: E731
+    if when == "before":
+        model.generate = own
+    patcher = patched(model)
+    if when == "after":
+        model.generate = own
+    if when == "gone":
+        del model.generate
+    else:
+        assert model.generate() == "own"
+    patcher.unpatch()
+    assert vars(model).get("generate") is (None if when == "gone" else own)
+
+
 def test_train_and_eval():
     model, plain = pair(attention_dropout=0.2)
     plain.eval()
@@ -620,5 +701,11 @@ def test_what_cannot_be_patched_is_named(make, message):
 
 @pytest.mark.parametrize("response_len", [0, -1, 2.0, True])
 def test_bad_response_lengths_are_named(response_len):
-    with pytest.raises(ValueError, match="response_len: expected None or a width"):
+    with pytest.raises(ValueError, match="response_len: expected None or an int"):
         patched(pair()[0], response_len=response_len)
+
+
+@pytest.mark.parametrize("rollout_n", [0, 2.0, "x"])
+def test_bad_rollout_counts_are_named(rollout_n):
+    with pytest.raises(ValueError, match="rollout_n: expected None or an int"):
+        patched(pair()[0], rollout_n=rollout_n)

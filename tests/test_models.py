@@ -696,14 +696,32 @@ def test_backbone_call_without_a_plan_is_refused():
     model.model(torch.tensor([[1, 2, 3]]))
 
 
-def test_another_attention_set_behind_the_seam_is_refused():
-    """The layers would go by positions, and cut siblings off from their prompt without a word."""
+def test_another_attention_set_behind_the_seam():
+    """It is the stock calls': with it, the layers of a shared call would cut siblings off from their prompt."""
     model = installed(plain_model())
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="attn_implementation.*'eager'.*install"):
-        shared_call(model, ROWS)
-    install(model)
     assert_rows(oracle()[0], shared_call(model, ROWS))
+    seen = []
+    attention = model.model.layers[0].self_attn
+    attention.register_forward_hook(lambda module, args, output: seen.append(output[1] is not None))
+    model(ROWS[0][0][None])
+    assert seen == [True], "eager attention returns its weights"
+    uninstall(model)
+    assert model.config._attn_implementation == attention.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_of_the_same_config_is_plain(when):
+    """Whether it was there before the seam, or is made from the config of a model that has one."""
+    model = copy.deepcopy(plain_model())
+    other = type(model)(model.config) if when == "before" else None
+    install(model)
+    other = other or AutoModelForCausalLM.from_config(model.config)
+    other.to(torch.float64).load_state_dict(model.state_dict())
+    assert_rows(per_row(plain_model(), ROWS), per_row(other, ROWS))
+    assert_rows(oracle()[0], shared_call(model, ROWS))
+    model.config.output_hidden_states = True
+    assert model(ROWS[0][0][None]).hidden_states is not None, "the layers follow the model's config"
 
 
 @pytest.mark.parametrize(

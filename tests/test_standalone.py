@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 from tiny import batch_b0, gradients, padded_batch, per_row, shuffled, tiny_model, worst_gradient
 
+from zorro_verl import Qwen3ModelOncePatcher
 from zorro_verl.actor import DeduplicatedActor
 from zorro_verl.standalone import ENGINE_METHODS
 
@@ -400,3 +401,40 @@ def test_a_batch_that_is_no_mapping(folder):
 def test_temperature_of_another_length(folder, rows):
     with pytest.raises(ValueError, match="temperature"):
         make_actor(folder).forward(padded_batch(rows), temperature=torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("a-folder",), {}, "expected model_name_or_path=<a name or a folder>.* got str"),
+        ((), {}, "expected model_name_or_path=.* got NoneType"),
+        (("model",), {"device": "cpu"}, "expected model_name_or_path=.* got Qwen3ForCausalLM"),
+        ((), {"model_name_or_path": "model"}, "model_name_or_path: expected a name or a folder, got Qwen3ForCausalLM"),
+        (
+            (),
+            {"model_name_or_path": "x", "actor_config": {}},
+            "actor_config: expected a verl FSDPActorConfig, got dict",
+        ),
+    ],
+)
+def test_a_constructor_called_otherwise_says_how(arguments, options, message):
+    model = tiny_model()
+    arguments = [model if x == "model" else x for x in arguments]
+    options = {name: model if value == "model" else value for name, value in options.items()}
+    with pytest.raises(ValueError, match=message):
+        DeduplicatedActor(*arguments, **options)
+
+
+@pytest.mark.parametrize("temperature", [-1.0, float("nan"), True, torch.tensor([1.0, -0.5] + [1.0] * 6)])
+def test_temperatures_that_mean_nothing_are_refused(folder, rows, temperature):
+    with pytest.raises(ValueError, match="temperature: expected"):
+        make_actor(folder).forward(padded_batch(rows), temperature=temperature)
+
+
+def test_a_patch_on_the_actors_model_gives_it_back(folder, rows):
+    actor = make_actor(folder)
+    expected = actor.forward(padded_batch(rows)).logprobs
+    patcher = Qwen3ModelOncePatcher(actor.model)
+    patcher.patch(temperature=0.5)
+    patcher.unpatch()
+    assert torch.equal(actor.forward(padded_batch(rows)).logprobs, expected)

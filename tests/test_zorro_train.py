@@ -673,3 +673,23 @@ def test_statistics_need_a_mask_and_sizes(capsys):
     with pytest.raises(ValueError, match="^config: expected a model config with hidden_size"):
         analyze_normal_batch_via_attention_mask(IDS, ONES, 2, config=SimpleNamespace())
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("use_unpad", [False, True])
+def test_a_plain_model_under_the_visibility_of_the_info_gives_the_rows(use_unpad):
+    rows = shuffled(batch_b0(), 1)
+    batch, model = padded_batch(rows), tiny_model()
+    ids, positions, info = deduplicated(
+        batch["input_ids"], batch["attention_mask"], batch["responses"].shape[1], use_unpad, batch["position_ids"]
+    )
+    output = model(ids, attention_mask=info.visible()[None, None], position_ids=positions, use_cache=False)
+    logits = ZoRRoTrain.reconstruct_sequences(output, info)
+    for row, mask, got in zip(rows, batch["attention_mask"].bool(), logits, strict=True):
+        expected = model(torch.cat(row)[None], use_cache=False).logits[0]
+        torch.testing.assert_close(got[mask], expected, atol=5e-6, rtol=0)
+
+
+def test_the_info_says_what_it_is():
+    batch = padded_batch(shuffled(batch_b0(), 1))
+    info = deduplicated(batch["input_ids"], batch["attention_mask"], batch["responses"].shape[1], True)[2]
+    assert repr(info) == "ReconstructionInfo(8 rows of 15 columns, 3 prompts, 48 packed)"

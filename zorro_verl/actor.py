@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
+from verl.workers.config import FSDPActorConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
@@ -64,16 +66,30 @@ class DeduplicatedActor(DataProtoActor, FSDPEngineWithLMHead):
         optimizer_config: Any = None,
         checkpoint_config: Any = None,
         *,
-        model_name_or_path: str | None = None,
-        **standalone: Any,
+        model_name_or_path: str | os.PathLike | None = None,
+        device: str | torch.device = "cuda",
+        logits_optimization: str = "none",
+        use_split_attention: bool = True,
+        attn_implementation: str = "auto",
+        dtype: torch.dtype | str | None = None,
+        actor_config: FSDPActorConfig | None = None,
     ):
-        if (model_config is None) == (model_name_or_path is None):
-            raise ValueError("DeduplicatedActor: expected either verl's four configs or model_name_or_path=...")
+        if (model_config is None) == (model_name_or_path is None) or isinstance(model_config, str | torch.nn.Module):
+            raise ValueError(
+                "DeduplicatedActor: expected model_name_or_path=<a name or a folder>, or from verl its four configs, "
+                f"got {type(model_config if model_name_or_path is None else model_name_or_path).__name__}"
+            )
         if model_name_or_path is not None:
-            self.build(model_name_or_path, **standalone)
+            self.build(
+                model_name_or_path,
+                device,
+                logits_optimization,
+                use_split_attention,
+                attn_implementation,
+                dtype,
+                actor_config,
+            )
             return
-        if standalone:
-            raise ValueError(f"DeduplicatedActor: {sorted(standalone)} go with model_name_or_path= only")
         self.options = getattr(engine_config, "zorro", None) or ZorroOptions()
         if engine_config.entropy_from_logits_with_chunking and self.options.logits_optimization == "none":
             self.options = replace(self.options, logits_optimization="compute")  # what that flag asks for

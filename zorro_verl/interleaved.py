@@ -34,7 +34,7 @@ class CheckedBatch(NamedTuple):
         if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype != torch.int64:
             raise ValueError(f"input_ids: expected a (B, S) int64 tensor, got {describe(input_ids)}")
         columns = input_ids.shape[1]
-        if not isinstance(response_length, int) or not 1 <= response_length < columns:
+        if type(response_length) is bool or not isinstance(response_length, int) or not 1 <= response_length < columns:
             raise ValueError(
                 f"{length_name}: expected an int in 1..{columns - 1}, less than the {columns} columns of input_ids, "
                 f"got {response_length!r}"
@@ -68,7 +68,7 @@ class CheckedBatch(NamedTuple):
         return own, source
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ReconstructionInfo(Mapping):
     """Where every token of a padded batch lies in its packed row. Never changed; readable by attribute and by name.
 
@@ -86,6 +86,7 @@ class ReconstructionInfo(Mapping):
         cu_seqlens: ``(segments + 1,)`` where each segment starts in the packed row, and T.
         segment_row: ``(segments,)`` the row of each segment; of a prompt, the first of its group.
         segment_is_prompt: ``(segments,)`` bool.
+        is_token: ``(T,)`` bool, False where the packed row holds padding.
 
     Index tensors are int64 on the device of the batch.
     """
@@ -102,6 +103,24 @@ class ReconstructionInfo(Mapping):
     cu_seqlens: Tensor
     segment_row: Tensor
     segment_is_prompt: Tensor
+    is_token: Tensor
+
+    def visible(self) -> Tensor:
+        """``(T, T)`` bool: may the row's token see the column's? Itself, what stands before it, and its prompt.
+
+        ``model(ids, attention_mask=info.visible()[None, None], position_ids=positions)`` runs a plain model on the
+        packed row: exact, and quadratic in T. For short rows and references.
+        """
+        segment = torch.arange(self.segment_row.numel(), device=self.cu_seqlens.device)
+        segment = segment.repeat_interleave(self.cu_seqlens.diff(), output_size=self.num_tokens)
+        group, in_prompt = self.segment_is_prompt.cumsum(0)[segment], self.segment_is_prompt[segment]
+        own = (segment[:, None] == segment) | ((group[:, None] == group) & in_prompt)
+        # Padding sees itself, so that no row of the softmax is empty.
+        return (own & self.is_token).tril() | torch.eye(self.num_tokens, dtype=torch.bool, device=segment.device)
+
+    def __repr__(self) -> str:
+        groups, rows = len(self.prompt_groups), self.batch_size
+        return f"ReconstructionInfo({rows} rows of {self.seq_len} columns, {groups} prompts, {self.num_tokens} packed)"
 
     def __getitem__(self, name: str) -> Any:
         if name not in set(self):
@@ -166,6 +185,7 @@ def interleave(batch: CheckedBatch, order: Tensor, sizes: Tensor, use_unpad: boo
         cu_seqlens=exclusive_cumsum(lengths).to(device),
         segment_row=segment_row.to(device),
         segment_is_prompt=is_prompt.to(device),
+        is_token=batch.valid.flatten()[token_index],
     )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 # Why a row that has siblings in the batch went through the model on its own. Closed: each is logged in every step.
 FALLBACK_REASONS = ("group_cut", "multimodal")
+
 
 _TOKENS_TOTAL = "zorro/tokens_total"
 _TOKENS_PACKED = "zorro/tokens_packed"
@@ -89,6 +91,20 @@ class ShareCounts:
         metrics |= {f"zorro/fallback/{reason}": float(rows) for reason, rows in fallback.items()}
         metrics[_SKIPPED] = float(self.skipped_steps)
         return metrics
+
+
+def call_stats(tokens_total: int, tokens_packed: int, groups: int, fallback: Mapping[str, int]) -> Mapping[str, Any]:
+    """The counts of one call that was not cut, under the public names. Read-only."""
+    return MappingProxyType(
+        {
+            "tokens_total": tokens_total,
+            "tokens_packed": tokens_packed,
+            "token_ratio": tokens_total / max(1, tokens_packed),
+            "groups": groups,
+            "groups_split": 0,
+            "fallback": dict(fallback),
+        }
+    )
 
 
 def skipped_step_metric(skipped: bool) -> dict[str, list[int]]:

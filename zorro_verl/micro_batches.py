@@ -45,7 +45,7 @@ def token_budget(
     Without dynamic batch sizes the micro-batch size is a grant of memory: that many rows as long as the longest.
 
     Raises:
-        ValueError: the setting that counts is None.
+        ValueError: the setting that counts is None, or a size below 1.
     """
     if use_dynamic_bsz:
         if max_token_len is None:
@@ -60,4 +60,6 @@ def token_budget(
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu (rollout/ref: log_prob_micro_batch_size_per_gpu)"
         )
     key = "ppo_micro_batch_size_per_gpu (log_prob_micro_batch_size_per_gpu for log-probs)"
+    if micro_batch_size < 1:
+        raise ValueError(f"{key}: expected at least 1 row, got {micro_batch_size}")
     return int(micro_batch_size) * longest_row, key

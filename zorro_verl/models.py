@@ -1,14 +1,15 @@
 """The seam on a Hugging Face decoder: attention by plan, head on predictor rows, installed and removed per model.
 
-Two things change on an installed model. Its config names the attention function registered here, so every layer asks
-it for attention and finds the micro-batch's plan among the forward's keyword arguments; transformers hands these
-through unchanged, also when a checkpointed layer is run again. And the top-level ``forward``, as an attribute of this
-one model, answers calls that carry ``zorro=SharedPrompt(...)`` with log-probs and entropy; every other call goes to
-the stock forward under the model's own attention.
+Two things change on an installed model. Its layers read a config that names the attention function registered here, so
+every layer asks it for attention and finds the micro-batch's plan among the forward's keyword arguments; transformers
+hands these through unchanged, also when a checkpointed layer is run again. And the top-level ``forward``, as an
+attribute of this one model, answers calls that carry ``zorro=SharedPrompt(...)`` with log-probs and entropy; every
+other call goes to the stock forward under the model's own attention.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import inspect
@@ -100,8 +101,8 @@ def zorro_attention(module, query, key, value, attention_mask, zorro=None, **kwa
     """The attention function registered with transformers. Without a plan it refuses: it would see no mask at all."""
     if zorro is None:
         raise ValueError(
-            f"{type(module).__name__} was called without a plan: call the top-level model, not its backbone, "
-            "or remove the seam with zorro_verl.models.uninstall(model) first"
+            f"{type(module).__name__} was called without a plan: while prompts are shared, call the top-level model, "
+            "not its backbone or a layer; or first take the patch off, patcher.unpatch() or zorro_verl.models.uninstall"
         )
     return zorro(module, query, key, value, attention_mask, **kwargs)
 
@@ -111,33 +112,55 @@ AttentionInterface.register(ATTENTION_NAME, zorro_attention)
 
 
 class SeamForward:
-    """The ``forward`` of one installed model. Deep-copies and pickles with it, as it holds it by reference."""
+    """The ``forward`` of one installed model. Deep-copies and pickles with it, as it holds it by reference.
+
+    The modules below the model read a config of their own, which names the seam's attention and else follows the
+    model's: what is built from ``model.config`` meanwhile is plain, and so is another model that shares it.
+    """
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels | None, split: bool):
         self.model = model
         self.kernels = kernels
         self.split = split
-        self.stock_attention = ""
         self.window = sliding_window(model.config)
+        self.inner_config = copy.copy(model.config)
 
     def attach(self) -> None:
         """Become the model's forward, in place of another seam if there is one."""
-        model, previous = self.model, self.model.__dict__.get("forward")
-        if isinstance(previous, SeamForward):
+        while isinstance(previous := self.model.__dict__.get("forward"), SeamForward):
             previous.detach()
-        elif previous is not None:
+        if previous is not None:
             raise ValueError(
-                f"model.forward: expected the one of {type(model).__name__}, got {previous!r}, which something else "
-                "(accelerate's hooks?) put on this model; remove it first"
+                f"model.forward: expected the one of {type(self.model).__name__}, got {_name(previous)}, which "
+                "something else (accelerate's hooks?) put on this model; patch first, then prepare"
             )
-        self.stock_attention = model.config._attn_implementation
-        model.forward = self
-        model.config._attn_implementation = ATTENTION_NAME
+        self.model.forward = self
+        self.lead_modules()
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        self.model.config._attn_implementation = self.stock_attention
+        self.release_modules()
         del self.model.forward
+
+    def lead_modules(self) -> None:
+        """Let the modules below the model ask for the seam's attention."""
+        self._follow(ATTENTION_NAME)
+        self._set_config(self.inner_config)
+
+    def release_modules(self) -> None:
+        """Give them the model's own config back."""
+        self._set_config(self.model.config)
+
+    def _set_config(self, config: PretrainedConfig) -> None:
+        for module in self.model.modules():
+            current = module.__dict__.get("config")
+            led = getattr(current, "_attn_implementation", None) == ATTENTION_NAME
+            if module is not self.model and (led or current is self.model.config):
+                module.config = config
+
+    def _follow(self, attention: str) -> None:
+        vars(self.inner_config).update(vars(self.model.config))
+        self.inner_config._attn_implementation = attention
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -150,13 +173,12 @@ class SeamForward:
         return self._shared(zorro, *args, **kwargs)
 
     def _stock(self, *args: Any, **kwargs: Any) -> Any:
-        config = self.model.config
-        config._attn_implementation = self.stock_attention
+        name = self.model.config._attn_implementation
+        self._follow(name)
         try:
-            stock = StockAttention(self.stock_attention)
-            return type(self.model).forward(self.model, *args, zorro=stock, **kwargs)
+            return type(self.model).forward(self.model, *args, zorro=StockAttention(name), **kwargs)
         finally:
-            config._attn_implementation = ATTENTION_NAME
+            self._follow(ATTENTION_NAME)
 
     def _shared(self, zorro: SharedPrompt, input_ids: Tensor, position_ids: Tensor, **others: Any) -> dict[str, Tensor]:
         """``input_ids`` ``(1, T)`` packed by the plan -> ``log_probs`` (and ``entropy``) ``(R,)``.
@@ -181,13 +203,8 @@ class SeamForward:
 
     def _attention(self, plan: Plan) -> SharedAttention:
         """What every layer of a call gets as ``zorro=``, after the checks that need the call's rows."""
-        config = self.model.config
-        if config._attn_implementation != ATTENTION_NAME:
-            raise ValueError(
-                f"attn_implementation: expected the seam's, got {config._attn_implementation!r}, set later; "
-                "choose with zorro_verl.models.install(model, attn_implementation=...)"
-            )
-        check_training(config, self.model.training)
+        self._follow(ATTENTION_NAME)
+        check_training(self.model.config, self.model.training)
         check_window(self.window, plan.longest_row)
         return SharedAttention(plan, self.kernels, self.split)
 
@@ -316,14 +333,14 @@ def check_supported(config: PretrainedConfig) -> None:
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise ValueError(
             f"model_type: expected one of {SUPPORTED_MODEL_TYPES}, got {config.model_type!r}; "
-            "use the plain model; in veRL that is actor_rollout_ref.actor.strategy=fsdp2"
+            "use the plain model, in veRL with actor_rollout_ref.actor.strategy=fsdp2"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     rope_type = rope.get("rope_type", "default")
     if rope_type in ("dynamic", "longrope"):
         raise ValueError(
             f"rope_type: expected frequencies that don't depend on the batch's longest row, got {rope_type!r}; "
-            "use the plain model; in veRL that is actor_rollout_ref.actor.strategy=fsdp2"
+            "use the plain model, in veRL with actor_rollout_ref.actor.strategy=fsdp2"
         )
 
 
@@ -343,8 +360,8 @@ def check_training(config: PretrainedConfig, training: bool) -> None:
     dropout = getattr(config, "attention_dropout", 0.0)
     if training and dropout > 0:
         raise ValueError(
-            f"attention_dropout: expected 0 in training, got {dropout}; set "
-            "+actor_rollout_ref.model.override_config.attention_dropout=0"
+            f"attention_dropout: expected 0 in training, got {dropout}; set it to 0 in the model's config, in veRL "
+            "with +actor_rollout_ref.model.override_config.attention_dropout=0"
         )
 
 
@@ -353,8 +370,12 @@ def check_window(window: int | None, longest_row: int) -> None:
     if window is not None and longest_row > window:
         raise ValueError(
             f"sliding_window: expected rows of at most {window} tokens, got one of {longest_row}; shorten prompts or "
-            "responses, or use actor_rollout_ref.actor.strategy=fsdp2"
+            "responses, or use the plain model, in veRL with actor_rollout_ref.actor.strategy=fsdp2"
         )
+
+
+def _name(forward: Any) -> str:
+    return getattr(forward, "__qualname__", type(forward).__name__)
 
 
 def sliding_window(config: PretrainedConfig) -> int | None:

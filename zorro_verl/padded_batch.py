@@ -75,8 +75,10 @@ class PaddedBatch:
             loss: whether the batch is trained on.
         """
         rows, device = self.rows, self.rows.tokens.device
-        if not isinstance(temperature, Tensor | Real):
+        if not isinstance(temperature, Tensor | Real) or isinstance(temperature, bool):
             raise ValueError(f"temperature: expected a float or a tensor, got {type(temperature).__name__}")
+        if not bool(torch.as_tensor(temperature >= 0).all()):
+            raise ValueError(f"temperature: expected values of at least 0, got {temperature}")
         if isinstance(temperature, Tensor) and temperature.dim() > 0 and temperature.shape != (rows.num_rows,):
             raise ValueError(f"temperature: expected a float or ({rows.num_rows},), got {tuple(temperature.shape)}")
         prompt_tokens = ranges(rows.cu_seqlens[:-1], rows.prompt_lens, device)

@@ -23,8 +23,9 @@ def build_padded_plan(
         ids, position_ids: ``(B, S)`` int64. Prompts are shared where both are equal.
         valid: ``(B, S)`` bool. Rows without a token are left out.
         response_length: responses stand in the last so many columns. When it is None, or leaves no column to a
-            prompt, prompts end where their rows stop being equal.
-        group_index: ``(B,)`` on the host: rows taken for equal up to their responses without a look at ``ids``.
+            prompt, or no two prompts are then the same, prompts end where their rows stop being equal.
+        group_index: ``(B,)`` on the host: rows taken for equal up to their responses without a look at ``ids``; goes
+            with a response_length below S.
 
     Raises:
         ValueError: a batch without any token.
@@ -33,19 +34,19 @@ def build_padded_plan(
     kept = lens > 0
     if not bool(kept.any()):
         raise ValueError("attention_mask: expected at least one token in the batch, got none")
-    bounded = response_length is not None and 1 <= response_length < ids.shape[1]
+    bounded = response_length is not None and response_length < ids.shape[1]
     prompt_lens = valid[:, : ids.shape[1] - response_length].sum(1).cpu() if bounded else torch.ones_like(lens)
     cu_seqlens = exclusive_cumsum(lens[kept])
     # A row that begins in the response columns has its first token taken for a prompt, which others may share.
     rows = Rows(ids[valid], position_ids[valid], cu_seqlens, prompt_lens[kept].clamp(min=1))
-    if not bounded:
+    if group_index is not None:
+        alone = -1 - torch.arange(lens.numel())
+        found = number_by_first_appearance(torch.where(prompt_lens == 0, alone, group_index)[kept])
+    elif bounded:
+        found = find_prompt_groups(rows)
+    if group_index is None and (not bounded or int(found.max()) + 1 == rows.num_rows):
         prompt_lens, found = find_shared_prefixes(rows)
         rows = Rows(rows.tokens, rows.position_ids, cu_seqlens, prompt_lens)
-    elif group_index is not None:
-        alone = (prompt_lens == 0) * torch.arange(1, lens.numel() + 1)
-        found = number_by_first_appearance(torch.where(alone > 0, -alone, group_index)[kept])
-    else:
-        found = find_prompt_groups(rows)
     plan = Plan(rows, found)
     index = torch.full_like(ids, -1)
     index[valid] = plan.unpack_index

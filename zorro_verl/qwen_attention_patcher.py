@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from zorro_verl.models import check_attention_layer, resolve_kernels
-from zorro_verl.padded_attention import PaddedAttention
+from zorro_verl.patched_attention import PatchedAttention
 
 
 class QwenAttentionPatcher:
@@ -32,7 +32,7 @@ class QwenAttentionPatcher:
         self.attention_layer = attention_layer
         self.use_split_attention = use_split_attention
         self.kernels = resolve_kernels(attn_implementation, next(attention_layer.parameters()).device.type)
-        self._forward: PaddedAttention | None = None
+        self._forward: PatchedAttention | None = None
 
     def patch(self, response_len: int | None = None, prompt_groups: Sequence[Sequence[int]] | None = None) -> None:
         """Patch the layer, in place of a patch that it may have.
@@ -46,7 +46,7 @@ class QwenAttentionPatcher:
             ValueError: prompt_groups without response_len; in a call, groups that don't partition the batch or whose
                 prompts differ, or an attention mask that isn't causal with padding.
         """
-        self._forward = PaddedAttention(
+        self._forward = PatchedAttention(
             self.attention_layer, self.kernels, self.use_split_attention, response_len, prompt_groups
         )
         self._forward.attach()
@@ -60,7 +60,7 @@ class QwenAttentionPatcher:
         current = self.attention_layer.__dict__.get("forward")
         if self._forward is not None and current is self._forward:
             self._forward.detach()
-        elif self._forward is not None and current is not None and not isinstance(current, PaddedAttention):
+        elif self._forward is not None and current is not None and not isinstance(current, PatchedAttention):
             raise ValueError(f"attention_layer.forward: expected the patch, got {current!r} around it; unwrap it first")
         self._forward = None
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from zorro_verl.models import SeamForward
-from zorro_verl.padded_forward import PaddedForward, patch
+from zorro_verl.patched_forward import PatchedForward, patch
 
 
 class Qwen3ModelOncePatcher:
@@ -37,7 +37,7 @@ class Qwen3ModelOncePatcher:
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.use_split_attention = use_split_attention
         self.attn_implementation = attn_implementation
-        self._forward: PaddedForward | None = None
+        self._forward: PatchedForward | None = None
 
     def patch(
         self, response_len: int | None = None, rollout_n: int | None = None, temperature: float | Tensor = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -68,13 +69,13 @@ class Standalone:
 
     def build(
         self,
-        model_name_or_path: str,
-        device: str | torch.device = "cuda",
-        logits_optimization: str = "none",
-        use_split_attention: bool = True,
-        attn_implementation: str = "auto",
-        dtype: torch.dtype | str | None = None,
-        actor_config: FSDPActorConfig | None = None,
+        model_name_or_path: str | os.PathLike,
+        device: str | torch.device,
+        logits_optimization: str,
+        use_split_attention: bool,
+        attn_implementation: str,
+        dtype: torch.dtype | str | None,
+        actor_config: FSDPActorConfig | None,
     ) -> None:
         """Load the model and put the seam on it.
 
@@ -86,6 +87,13 @@ class Standalone:
             actor_config: options of verl's policy loss, and sizes, epochs and optimizer of ``update_policy``; verl's
                 defaults when None, with micro-batches under its token budget. Copied.
         """
+        if not isinstance(model_name_or_path, str | os.PathLike):
+            raise ValueError(
+                f"model_name_or_path: expected a name or a folder, got {type(model_name_or_path).__name__}; patch a "
+                "model that is loaded already with Qwen3ModelOncePatcher"
+            )
+        if not isinstance(actor_config, FSDPActorConfig | None):
+            raise ValueError(f"actor_config: expected a verl FSDPActorConfig, got {type(actor_config).__name__}")
         self.options = ZorroOptions(
             attn_implementation=attn_implementation,
             use_split_attention=use_split_attention,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,22 +17,22 @@ from zorro_verl.grouping import exclusive_cumsum, ranges
 from zorro_verl.models import (
     ATTENTION_NAME,
     SharedAttention,
-    StockAttention,
     check_training,
     check_window,
     sliding_window,
 )
 from zorro_verl.padded_plan import build_padded_plan
+from zorro_verl.patched_forward import PatchCounts
 from zorro_verl.prefixes import value_ids
 from zorro_verl.reconstruct import gather_rows
 from zorro_verl.varlen import Kernels
 
 
-class PaddedAttention:
+class PatchedAttention:
     """The ``forward`` of one attention layer, ``(B, S, E)`` in and out; zeros at padding.
 
-    A call with ``past_key_values``, which wants keys and values in the batch's own shape, runs as the plain layer
-    does. Gradients of a group's prompt arrive at the hidden states of its first row, summed over the group.
+    A call with ``past_key_values``, which wants keys and values in the batch's own shape, runs as the plain layer does
+    and is counted. Gradients of a shared prompt arrive at the hidden states of its first row, summed over the group.
 
     Args:
         layer: such as ``model.model.layers[0].self_attn``.
@@ -51,7 +50,7 @@ class PaddedAttention:
         prompt_groups: Sequence[Sequence[int]] | None = None,
     ):
         if response_length is not None and (type(response_length) is not int or response_length < 1):
-            raise ValueError(f"response_len: expected None or a width of at least 1, got {response_length!r}")
+            raise ValueError(f"response_len: expected None or an int of at least 1, got {response_length!r}")
         if prompt_groups is not None and response_length is None:
             raise ValueError("response_len: expected a width beside prompt_groups, which says nothing of it, got None")
         self.layer = layer
@@ -59,32 +58,25 @@ class PaddedAttention:
         self.split = split
         self.response_length = response_length
         self.prompt_groups = prompt_groups
-        self.config = layer.config
-        self.window = getattr(layer, "sliding_window", sliding_window(layer.config))
-        self.counts = (0, 0)
+        self.counts = PatchCounts()
 
     def attach(self) -> None:
-        """Become the layer's forward. The layer reads its attention's name from a config of its own until then."""
+        """Become the layer's forward, in place of another patch if there is one."""
         previous = self.layer.__dict__.get("forward")
-        if isinstance(previous, PaddedAttention):
-            previous.detach()
-            self.config = self.layer.config
-        elif previous is not None:
-            raise ValueError(f"attention_layer.forward: expected the class's own, got {previous!r}; remove it first")
-        self.layer.config = copy.copy(self.config)
-        self.layer.config._attn_implementation = ATTENTION_NAME
+        if previous is not None and not isinstance(previous, PatchedAttention):
+            raise ValueError(
+                f"attention_layer.forward: expected the class's own, got {previous!r:.80}; remove it first"
+            )
         self.layer.forward = self
 
     def detach(self) -> None:
         """Leave the layer as it was."""
         del self.layer.forward
-        self.layer.config = self.config
 
     @property
     def stats(self) -> Mapping[str, Any]:
-        """The last call's tokens_total, tokens_packed and token_ratio."""
-        total, packed = self.counts
-        return MappingProxyType({"tokens_total": total, "tokens_packed": packed, "token_ratio": total / max(1, packed)})
+        """The last call's counts, under the names of `DeduplicatedActor.stats`; the only fallback is a cache."""
+        return self.counts.stats()
 
     def __call__(
         self,
@@ -95,26 +87,26 @@ class PaddedAttention:
         zorro: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        stock = type(self.layer).forward
-        if zorro is None and past_key_values is not None:
-            zorro = StockAttention(self.config._attn_implementation)
-            self.counts = (hidden_states.shape[0] * hidden_states.shape[1],) * 2
-        if zorro is not None:  # of the whole model's seam, or the line above
-            return stock(
-                self.layer, hidden_states, position_embeddings, attention_mask, past_key_values, zorro=zorro, **kwargs
-            )
-        check_training(self.config, self.layer.training)
+        layer, stock = self.layer, type(self.layer).forward
+        if zorro is not None:  # the whole model is patched, and says how attention runs
+            kwargs["zorro"] = zorro
+        if zorro is not None or past_key_values is not None:
+            rows, columns = hidden_states.shape[:2]
+            self.counts = PatchCounts(rows * columns, rows * columns, 0, rows)
+            return stock(layer, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        check_training(layer.config, layer.training)
         cos, sin = (x.expand(hidden_states.shape[0], -1, -1) for x in position_embeddings)
         plan, index, valid = self._plan(hidden_states, cos, sin, attention_mask)
         pack = lambda x: plan.pack(x[valid], dim=0)[None]  # noqa: E731
-        output, _ = stock(
-            self.layer,
-            pack(hidden_states),
-            (pack(cos), pack(sin)),
-            None,
-            None,
-            zorro=SharedAttention(plan, self.kernels, self.split),
-        )
+        shared = SharedAttention(plan, self.kernels, self.split)
+        config = layer.config
+        # The layer looks its attention up in the config that all layers share; only this call of it is meant.
+        layer.config = copy.copy(config)
+        layer.config._attn_implementation = ATTENTION_NAME
+        try:
+            output, _ = stock(layer, pack(hidden_states), (pack(cos), pack(sin)), None, None, zorro=shared)
+        finally:
+            layer.config = config
         return gather_rows(output[0], index), None
 
     @torch.compiler.disable  # host arithmetic on what the rows share
@@ -128,8 +120,8 @@ class PaddedAttention:
             ids[valid] = value_ids(torch.cat([_bytes(x[valid]) for x in (hidden_states, cos, sin)], 1))
         groups = self._groups(hidden_states, cos, sin, valid)
         plan, index = build_padded_plan(ids, positions, valid, self.response_length, groups)
-        check_window(self.window, plan.longest_row)
-        self.counts = (plan.num_row_tokens, plan.num_tokens)
+        check_window(getattr(self.layer, "sliding_window", sliding_window(self.layer.config)), plan.longest_row)
+        self.counts = PatchCounts(plan.num_row_tokens, plan.num_tokens, plan.num_groups)
         return plan, index, valid
 
     def _groups(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, valid: Tensor) -> Tensor | None:

@@ -15,7 +15,7 @@ from zorro_verl.prefixes import value_ids
 _LOSS_ARGUMENTS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
 
 
-class PaddedCall:
+class PatchedCall:
     """What the arguments of a stock forward ask for.
 
     Args:
@@ -31,6 +31,7 @@ class PaddedCall:
         loss_arguments: labels and what goes to the loss with them; empty without labels.
         return_dict: what the call said, or None.
         num_rows, num_tokens: B, and the tokens of all rows.
+        checkpointed: set by the forward: whether layers run again in the backward.
 
     Raises:
         ValueError: an argument of the wrong shape or dtype, or one that sharing can't answer.
@@ -44,6 +45,7 @@ class PaddedCall:
         self.loss_arguments = loss_arguments if {"labels", "shift_labels"} & loss_arguments.keys() else {}
         name, values = _batch(given)
         self.num_rows = values.shape[0]
+        self.checkpointed = False
         self.plan = self.index = self.place = None
         if "past_key_values" in given or given.get("use_cache", False):
             self.num_tokens = values.shape[0] * values.shape[1]
@@ -117,7 +119,7 @@ def _refuse(others: Mapping[str, Any]) -> None:
     for name, value in others.items():
         if value is not False:
             raise ValueError(
-                f"{name}: expected None on a patched model, got {_short(value)}; unpatch() it for this call"
+                f"{name}: a patched model takes no such argument, got {_short(value)}; unpatch() it for this call"
             )
 
 
