@@ -162,7 +162,7 @@ def test_a_cache_gets_every_row():
     got, expected = case.model(ids), plain(ids)
     assert torch.equal(got.logits, expected.logits)
     assert patcher.stats["token_ratio"] == 1
-    assert patcher.stats["fallback"] == {"use_cache": 4}
+    assert patcher.stats["fallback"]["use_cache"] == 4
     assert torch.equal(
         case.model.generate(ids, max_new_tokens=4, do_sample=False),
         plain.generate(ids, max_new_tokens=4, do_sample=False),
@@ -253,8 +253,8 @@ def swapped(groups):
         ({"prompt_groups": GROUPS}, "response_len: expected a width beside prompt_groups"),
         ({"response_len": 0}, "response_len: expected None or an int"),
         ({"response_len": 15, "prompt_groups": GROUPS}, "response_len: expected a width below 15"),
-        ({"response_len": WIDTH, "prompt_groups": GROUPS[1:]}, "prompt_groups: expected each of 8 rows once"),
-        ({"response_len": WIDTH, "prompt_groups": [*GROUPS, [0]]}, "prompt_groups: expected each of 8 rows once"),
+        ({"response_len": WIDTH, "prompt_groups": GROUPS[1:]}, "prompt_groups: expected each row of 0..7"),
+        ({"response_len": WIDTH, "prompt_groups": [*GROUPS, [0]]}, "prompt_groups: expected each row of 0..7"),
         ({"response_len": WIDTH, "prompt_groups": swapped(GROUPS)}, "prompt_groups: expected equal prompts"),
         ({"response_len": 3, "prompt_groups": GROUPS}, "prompt_groups: expected equal prompts"),
     ],
@@ -268,6 +268,53 @@ def test_bad_groups_are_named(settings, message):
 
     with pytest.raises(ValueError, match=message):
         run()
+
+
+@pytest.mark.parametrize(
+    "groups", [5, [0, 1], [["0", 1]], [[0.0, 1.0]], [[False, True]], [[0, 1], []], b"ab", iter([[0, 1, 2]])]
+)
+def test_groups_of_another_kind_are_named(groups):
+    case = Case()
+
+    def run():
+        patched(case.layer, response_len=WIDTH, prompt_groups=groups)
+        case.layer(*case.inputs(), BATCH["attention_mask"])
+
+    with pytest.raises(ValueError, match="prompt_groups: expected"):
+        run()
+
+
+def test_groups_as_tuples():
+    case = Case()
+    patched(case.layer, response_len=WIDTH, prompt_groups=tuple(map(tuple, GROUPS)))
+    assert_rows(case.row_outputs(), per_row(case.layer(*case.inputs(), BATCH["attention_mask"])[0]))
+
+
+def test_prompts_that_are_nearly_equal_are_not_taken_for_it():
+    case = Case()
+    patched(case.layer, response_len=WIDTH, prompt_groups=GROUPS)
+    hidden, positions = case.inputs()
+    noise = (
+        torch.rand(hidden.shape, dtype=hidden.dtype, generator=torch.Generator().manual_seed(0)) * hidden.abs().max()
+    )
+    case.layer(hidden + 1e-8 * noise, positions, BATCH["attention_mask"])
+    with pytest.raises(ValueError, match="prompt_groups: expected equal prompts"):
+        case.layer(hidden + 1e-3 * noise, positions, BATCH["attention_mask"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h, p, m: (h[0], p, m), r"hidden_states: expected \(B, S, E\), got \(15, 32\)"),
+        (lambda h, p, m: (h, (p[0][:3], p[1][:3]), m), "position_embeddings: expected"),
+        (lambda h, p, m: (h, p, [1]), "attention_mask: expected None or a tensor, got list"),
+    ],
+)
+def test_bad_inputs_of_a_layer_are_named(change, message):
+    case = Case()
+    patched(case.layer)
+    with pytest.raises(ValueError, match=message):
+        case.layer(*change(*case.inputs(), BATCH["attention_mask"]))
 
 
 def test_groups_that_differ_only_in_tokens_are_named():

@@ -96,6 +96,6 @@ def test_lengths_that_cannot_be(groups):
 
 def test_a_config_that_lacks_a_size():
     with pytest.raises(
-        ValueError, match="config: expected a model config with vocab_size, got none in SimpleNamespace"
+        ValueError, match="config: expected a model config with vocab_size above 0, got none in SimpleNamespace"
     ):
         bound((3, [1]), vocab_size=None)

@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def test_the_documented_call():
         "token_ratio": 48 / 21,
         "groups": 1,
         "groups_split": 0,
-        "fallback": {"use_cache": 0},
+        "fallback": {"use_cache": 0, "inputs_embeds_grad": 0},
     }
     patcher.unpatch()
     with Qwen3ModelPatcher(model, use_split_attention=True):
@@ -159,8 +160,8 @@ def test_rows_without_a_token():
         assert not logits[3].any()
         got = [x for x in rows_of(logits, mask.bool()) if len(x)]
         assert_rows([x for row, x in enumerate(row_logits(plain)) if row != 3], got)
-    with pytest.raises(ValueError, match="attention_mask: expected at least one token"):
-        model(BATCH["input_ids"], torch.zeros_like(mask))
+    output = model(BATCH["input_ids"], torch.zeros_like(mask), use_cache=False)
+    assert output.logits.shape == (8, 15, 61)
 
 
 def test_holes_and_positions_are_as_in_the_plain_call():
@@ -199,6 +200,33 @@ def test_rows_without_a_prompt():
     assert_rows(row_logits(plain, rows), call(model, rows))
 
 
+@pytest.mark.parametrize("use_cache", [None, False])
+def test_several_sequences_in_one_row(use_cache):
+    """Without mask and cache, positions that start anew mean other sequences, as in batches that are not padded."""
+    model, plain = pair()
+    patcher = patched(model, response_len=3)
+    sequences = [torch.cat(row) for row in ROWS]
+    ids = torch.cat(sequences)[None]
+    positions = torch.cat([torch.arange(len(x)) for x in sequences])[None]
+    got = model(ids, position_ids=positions, use_cache=use_cache).logits
+    expected = plain(ids, position_ids=positions, use_cache=use_cache).logits
+    torch.testing.assert_close(got, expected, atol=FLOAT64, rtol=0)
+    if use_cache is False:
+        assert patcher.stats["tokens_packed"] == 51, "and prompts are found among the sequences"
+        assert_rows(row_logits(plain), got[0].split([len(x) for x in sequences]))
+        loss_of(got[0].split([len(x) for x in sequences])).backward()
+        loss_of(row_logits(plain)).backward()
+        assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT64
+
+
+def test_a_mask_for_all_rows():
+    model, plain = pair()
+    patched(model)
+    ids = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6]).expand(4, 8)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    assert_rows(row_logits(plain, [(ids[0, 2:], ids[0, :0])] * 4), model(ids, mask).logits[:, 2:])
+
+
 # What else a call can ask for.
 
 
@@ -229,7 +257,7 @@ def test_arguments_of_the_loss_are_handed_on():
     expected = plain(BATCH["input_ids"], BATCH["attention_mask"], use_cache=False, **arguments).loss
     torch.testing.assert_close(got, expected, atol=FLOAT64, rtol=0)
     shifted = torch.nn.functional.pad(labels_of(), (0, 1), value=-100)[:, 1:].contiguous()
-    got = model(BATCH["input_ids"], BATCH["attention_mask"], shift_labels=shifted).loss
+    got = model(BATCH["input_ids"], BATCH["attention_mask"], labels=labels_of(), shift_labels=shifted).loss
     expected = model(BATCH["input_ids"], BATCH["attention_mask"], labels=labels_of()).loss
     torch.testing.assert_close(got, expected, atol=FLOAT64, rtol=0)
 
@@ -266,14 +294,13 @@ def test_a_tuple_when_asked():
 
 
 def test_embeddings_instead_of_tokens():
-    """Prompts are then what is equal bit for bit, and gradients reach what the embeddings came from."""
+    """Prompts are then what is equal bit for bit."""
     model, plain = pair()
     patcher = patched(model, response_len=WIDTH)
-    got = rows_of(
-        model(
-            inputs_embeds=model.get_input_embeddings()(BATCH["input_ids"]), attention_mask=BATCH["attention_mask"]
-        ).logits
-    )
+    for p in (model.get_input_embeddings().weight, plain.get_input_embeddings().weight):
+        p.requires_grad = False
+    embeddings = model.get_input_embeddings()(BATCH["input_ids"])
+    got = rows_of(model(inputs_embeds=embeddings, attention_mask=BATCH["attention_mask"]).logits)
     assert patcher.stats["tokens_packed"] == 48
     expected = row_logits(plain)
     assert_rows(expected, got)
@@ -282,13 +309,28 @@ def test_embeddings_instead_of_tokens():
     assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT64
 
 
+def test_embeddings_with_a_gradient_keep_it_row_by_row():
+    """Two rows that are equal by chance may come from two parameters."""
+    model, plain = pair(dtype=torch.float32)
+    patcher = patched(model)
+    rows = [torch.randn(6, 32, generator=torch.Generator().manual_seed(0)).repeat(1, 1) for _ in range(3)]
+    grads = []
+    for m in (model, plain):
+        leaves = [row.clone().requires_grad_() for row in rows]
+        logits = m(inputs_embeds=torch.stack(leaves), use_cache=False).logits
+        (logits.log_softmax(-1)[:, :, 7] * torch.arange(1.0, 4)[:, None]).sum().backward()
+        grads.append(torch.stack([leaf.grad for leaf in leaves]))
+    torch.testing.assert_close(*grads, atol=FLOAT32, rtol=0)
+    assert patcher.stats["fallback"] == {"use_cache": 0, "inputs_embeds_grad": 3}
+
+
 def test_embeddings_that_differ_are_not_shared():
     """Two prompts of one length, told apart by their embeddings alone."""
     model, plain = pair()
     patcher = patched(model, response_len=3)
     ids = torch.tensor([[5, 6, 7, 8], [5, 9, 7, 8]]).repeat_interleave(3, 0)
     ids = torch.cat([ids, torch.arange(1, 19).view(6, 3)], 1)
-    got = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
+    got = model(inputs_embeds=model.get_input_embeddings()(ids).detach()).logits
     assert patcher.stats["groups"] == 2
     assert_rows(row_logits(plain, [(row, row[:0]) for row in ids]), got)
 
@@ -299,7 +341,7 @@ def test_a_cache_runs_as_the_plain_model_and_is_counted(temperature):
     patcher = patched(model, temperature=temperature)
     ids = torch.tensor([3, 1, 4, 1, 5, 9]).expand(4, 6)
     got, expected = model(ids, use_cache=True), plain(ids, use_cache=True)
-    assert patcher.stats["fallback"] == {"use_cache": 4}
+    assert patcher.stats["fallback"] == {"use_cache": 4, "inputs_embeds_grad": 0}
     assert patcher.stats["token_ratio"] == 1
     torch.testing.assert_close(got.logits, expected.logits / temperature, atol=FLOAT64, rtol=0)
     for a, b in zip(got.past_key_values, expected.past_key_values, strict=True):
@@ -308,7 +350,7 @@ def test_a_cache_runs_as_the_plain_model_and_is_counted(temperature):
     got, expected = (m(new, past_key_values=o.past_key_values) for m, o in ((model, got), (plain, expected)))
     torch.testing.assert_close(got.logits, expected.logits / temperature, atol=FLOAT64, rtol=0)
     model(ids)
-    assert patcher.stats["fallback"] == {"use_cache": 0}
+    assert not any(patcher.stats["fallback"].values())
 
 
 @pytest.mark.parametrize(
@@ -318,6 +360,7 @@ def test_a_cache_runs_as_the_plain_model_and_is_counted(temperature):
         {"do_sample": True, "temperature": 0.8},
         {"do_sample": True, "use_cache": False},
         {"num_beams": 3, "do_sample": False},
+        {"do_sample": False, "cache_implementation": "static"},
     ],
 )
 def test_generate_is_the_plain_models(options):
@@ -331,6 +374,21 @@ def test_generate_is_the_plain_models(options):
         outputs.append(m.generate(ids, attention_mask=mask, max_new_tokens=8, eos_token_id=None, **options))
     assert torch.equal(*outputs)
     assert_rows([x / 0.3 for x in row_logits(plain)], call(model), FLOAT32 * 4)
+
+
+def test_generate_has_its_own_temperature_whatever_is_around_the_forward():
+    model, plain = pair(dtype=torch.float32)
+    patched(model, temperature=0.25)
+    inner, ids = model.forward, ROWS[0][0][None]
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    arguments = {"max_new_tokens": 5, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    arguments["eos_token_id"] = None
+    got, assisted, expected = (
+        m.generate(ids, **arguments, **others)
+        for m, others in ((model, {}), (model, {"assistant_model": model}), (plain, {}))
+    )
+    for output in (got, assisted):
+        torch.testing.assert_close(output.scores, expected.scores, atol=FLOAT32, rtol=0)
 
 
 def test_temperature():
@@ -496,6 +554,58 @@ def test_a_wrap_around_the_patch_is_not_lost():
     model.forward = inner
     patcher.unpatch()
     assert is_plain(model, plain)
+
+
+def test_blocks_that_end_in_any_order():
+    model, plain = pair()
+    once = patched(model, temperature=0.5)
+    patcher, other = Qwen3ModelPatcher(model, temperature=2.0), Qwen3ModelPatcher(model)
+    with patcher, patcher:
+        assert_rows([x / 2 for x in row_logits(plain)], call(model))
+    assert_rows([x / 0.5 for x in row_logits(plain)], call(model))
+    patcher.__enter__()
+    other.__enter__()
+    patcher.__exit__(None, None, None)
+    assert_rows(row_logits(plain), call(model))
+    other.__exit__(None, None, None)
+    assert_rows([x / 0.5 for x in row_logits(plain)], call(model))
+    with other:
+        once.unpatch()
+    assert is_plain(model, plain)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_unpatched_by_a_patcher_of_its_own(clone):
+    model, plain = pair()
+    patcher = patched(model, temperature=0.5)
+    twin = clone(model)
+    Qwen3ModelOncePatcher(twin).unpatch()
+    assert is_plain(twin, plain)
+    assert_rows([x / 0.5 for x in row_logits(plain)], call(model))
+    patcher.unpatch()
+    assert is_plain(model, plain)
+
+
+def test_a_forward_bound_to_its_model():
+    """accelerate leaves it so when it unwraps a model."""
+    model, plain = pair()
+    patcher = patched(model, temperature=0.5)
+    model.forward = types.MethodType(model.forward, model)
+    assert_rows([x / 0.5 for x in row_logits(plain)], call(model))
+    patcher.unpatch()
+    assert is_plain(model, plain)
+    model.forward = types.MethodType(type(model).forward, model)
+    patched(model)
+    assert_rows(row_logits(plain), call(model))
+
+
+def test_noise_on_embeddings_is_refused():
+    model, plain = pair()
+    patched(model)
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+    assert_rows(row_logits(plain), call(model.eval()))
+    with pytest.raises(ValueError, match="neftune_noise_alpha"):
+        call(model.train())
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

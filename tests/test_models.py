@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from functools import cache
+from threading import Thread
 
 import pytest
 import torch
@@ -393,7 +394,7 @@ def test_no_mask_reaches_attention_and_bounds_come_from_the_plan():
     # Positions with a zero everywhere: whoever cut there would make a segment of every token.
     flat = flat_rows(ROWS)
     shared_call(model, ROWS, position_ids=flat.position_ids * 0)
-    assert masks == [None, None]
+    assert [mask.numel() for mask in masks] == [0, 0]
     segments = 2 + 7 + 1  # the two prompts that are shared, their responses, the row that is alone
     assert [call.cu_seqlens_q.numel() - 1 for call in calls] == [segments, 2] * 2
     assert [len(call.blocks) for call in calls] == [segments - 1, 2] * 2, "an empty response is no block"
@@ -687,13 +688,93 @@ def test_lora(task_type):
 # Refusals.
 
 
-def test_backbone_call_without_a_plan_is_refused():
-    """It would see no mask at all, future and siblings included."""
+def test_calls_of_the_backbone_and_of_layers_are_stock_calls():
+    """They bring no plan, and get the masks and the attention of the plain model, padding included."""
+    model, batch = installed(plain_model()), padded_batch(ROWS)
+    arguments = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
+    expected = plain_model().model(**arguments).last_hidden_state
+    assert torch.equal(model.model(**arguments).last_hidden_state, expected)
+
+
+def test_a_forward_that_loses_the_plan_is_noticed():
+    """A packed row without its plan would have no mask at all: future and siblings could be seen."""
     model = installed(plain_model())
-    with pytest.raises(ValueError, match="without a plan.*uninstall"):
-        model.model(torch.tensor([[1, 2, 3]]))
-    uninstall(model)
-    model.model(torch.tensor([[1, 2, 3]]))
+    layer = model.model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda *args, zorro=None, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(ValueError, match=r"Qwen3Attention: expected the plan .* zorro=, got none"):
+        shared_call(model, ROWS)
+
+
+@pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
+def test_a_seam_put_on_between_forward_and_backward(kind):
+    """Layers of a plain forward that run again do so with their own attention."""
+    model, plain = (checkpointed(copy.deepcopy(plain_model()), kind) for _ in range(2))
+    batch = padded_batch(ROWS)
+    losses = [
+        m(batch["input_ids"], batch["attention_mask"], use_cache=False).logits.square().mean() for m in (model, plain)
+    ]
+    install(model)
+    for loss in losses:
+        loss.backward()
+    assert worst_gradient(gradients(plain), gradients(model)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
+def test_generate_with_a_static_cache(model_type):
+    """Its masks are made before the forward, from the model's config."""
+    plain = tiny_model(model_type, torch.float32)
+    model, batch = installed(plain), padded_batch(ROWS)
+    arguments = {
+        "attention_mask": batch["attention_mask"][:, :7],
+        "cache_implementation": "static",
+        "eos_token_id": None,
+    }
+    tokens_of = [
+        m.generate(batch["input_ids"][:, :7], max_new_tokens=6, do_sample=False, **arguments) for m in (model, plain)
+    ]
+    assert torch.equal(*tokens_of)
+
+
+def test_stock_and_shared_calls_in_two_threads():
+    model, failures = installed(plain_model()), []
+    batch, expected = padded_batch(ROWS), oracle()[0]
+    stock = plain_model()(batch["input_ids"], batch["attention_mask"]).logits.detach()
+
+    def run(call):
+        try:
+            for _ in range(30):
+                with torch.no_grad():
+                    call()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [
+        Thread(target=run, args=(lambda: assert_rows(expected, shared_call(model, ROWS)),)),
+        Thread(
+            target=run,
+            args=(
+                lambda: torch.testing.assert_close(model(batch["input_ids"], batch["attention_mask"]).logits, stock),
+            ),
+        ),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not failures, failures[0]
+
+
+def test_bidirectional_attention_is_refused():
+    model = copy.deepcopy(plain_model())
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="is_causal: expected True"):
+        install(model)
+    model.config.is_causal = True
+    install(model)
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="is_causal: expected True"):
+        shared_call(model, ROWS)
 
 
 def test_another_attention_set_behind_the_seam():

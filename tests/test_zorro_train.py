@@ -555,7 +555,7 @@ def batch_errors():
     def case(name, said, **changed):
         return pytest.param(changed, said, id=name)
 
-    yield case("ids-rank", r"input_ids: expected a \(B, S\) int64 tensor, got \(4,\)", input_ids=IDS[0])
+    yield case("ids-rank", r"input_ids: expected \(B, S\) int64 of at least 2 columns, got \(4,\)", input_ids=IDS[0])
     yield case("ids-dtype", "input_ids: expected .* got .*float32", input_ids=IDS.float())
     yield case("ids-type", "input_ids: expected .* got list", input_ids=IDS.tolist())
     yield case("no-rows", "input_ids: expected at least one row", input_ids=IDS[:0])
@@ -566,7 +566,7 @@ def batch_errors():
     yield case("mask-shape", r"attention_mask: expected a tensor of shape \(3, 4\)", attention_mask=ONES[:, :3])
     yield case("mask-type", r"attention_mask: expected a tensor", attention_mask=ONES.tolist())
     yield case("mask-value", "attention_mask: expected 0 and 1 only, got 2", attention_mask=ONES * 2)
-    yield case("mask-device", "attention_mask: .* on cpu, got .* on meta", attention_mask=ONES.to("meta"))
+    yield case("mask-device", "attention_mask: expected a dense tensor, got a meta one", attention_mask=ONES.to("meta"))
     yield case(
         "no-prompt",
         r"input_ids: expected at least one prompt token in every row, got none in row\(s\) \[1\]",
@@ -631,7 +631,7 @@ def test_groups_made_without_the_mask_or_the_positions_are_refused():
     [
         (PROMPTS[:1], r"expected a tensor of shape \(2, 2\)"),
         (IDS[[0, 2], :3], r"expected a tensor of shape \(2, 2\)"),
-        (PROMPTS.tolist(), r"expected a tensor of shape \(2, 2\) .* got list"),
+        (PROMPTS.tolist(), r"expected a tensor, got list"),
         (PROMPTS.int(), "expected an int64 tensor"),
         (PROMPTS.flip(0), "got another prompt for group 0"),
         (IDS[[0, 0], :2], "got another prompt for group 1"),
@@ -670,7 +670,7 @@ def test_statistics_of_responses_that_leave_no_prompt(length):
 def test_statistics_need_a_mask_and_sizes(capsys):
     with pytest.raises(ValueError, match=r"^attention_mask: expected a tensor of shape \(3, 4\)"):
         analyze_normal_batch_via_attention_mask(IDS, ONES[:2], 2)
-    with pytest.raises(ValueError, match="^config: expected a model config with hidden_size"):
+    with pytest.raises(ValueError, match="^config: expected a model config with hidden_size above 0"):
         analyze_normal_batch_via_attention_mask(IDS, ONES, 2, config=SimpleNamespace())
     assert capsys.readouterr().out == ""
 

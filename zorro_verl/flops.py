@@ -90,8 +90,9 @@ def _linear_attention(config: Any, hidden: int) -> int:
 
 def _get(config: Any, name: str, default: Any = None) -> Any:
     value = getattr(config, name, None)
-    if value is not None:
-        return value
-    if default is None:
-        raise ValueError(f"config: expected a model config with {name}, got none in {type(config).__name__}")
-    return default
+    if value is None:
+        value = default
+    if default is None and (type(value) is not int or value < 1):
+        got = "none" if value is None else repr(value)
+        raise ValueError(f"config: expected a model config with {name} above 0, got {got} in {type(config).__name__}")
+    return value

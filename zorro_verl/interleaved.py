@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zorro_verl.grouping import Rows, exclusive_cumsum, ranges
-from zorro_verl.masks import describe, zeros_and_ones
+from zorro_verl.masks import dense, describe, zeros_and_ones
 
 
 class CheckedBatch(NamedTuple):
@@ -31,8 +34,9 @@ class CheckedBatch(NamedTuple):
         position_ids: Tensor | None,
         length_name: str = "response_length",
     ) -> CheckedBatch:
-        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype != torch.int64:
-            raise ValueError(f"input_ids: expected a (B, S) int64 tensor, got {describe(input_ids)}")
+        dense("input_ids", input_ids)
+        if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.shape[1] < 2:
+            raise ValueError(f"input_ids: expected (B, S) int64 of at least 2 columns, got {describe(input_ids)}")
         columns = input_ids.shape[1]
         if type(response_length) is bool or not isinstance(response_length, int) or not 1 <= response_length < columns:
             raise ValueError(
@@ -189,6 +193,35 @@ def interleave(batch: CheckedBatch, order: Tensor, sizes: Tensor, use_unpad: boo
     )
 
 
+def as_lists(prompt_groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The groups as lists of ints; a ValueError where they are nothing of the kind."""
+    try:
+        groups = [[operator.index(row) for row in group] for group in prompt_groups]
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"prompt_groups: expected lists of row indices, got {prompt_groups!r:.80}") from error
+    if any(isinstance(row, bool) for group in groups for row in group) or isinstance(prompt_groups, bytes):
+        raise ValueError(f"prompt_groups: expected lists of row indices, got {prompt_groups!r:.80}")
+    return groups
+
+
+def partition(prompt_groups: Sequence[Sequence[int]], num_rows: int) -> tuple[Tensor, Tensor]:
+    """``(B,)`` the rows in the order of the groups, and ``(G,)`` the size of each group; int64 on the host.
+
+    Raises:
+        ValueError: groups that are not every row once, or an empty one.
+    """
+    groups = as_lists(prompt_groups)
+    order = list(chain.from_iterable(groups))
+    count = Counter(order)
+    wrong = sorted(row for row in {*count, *range(num_rows)} if count[row] != (0 <= row < num_rows))
+    if wrong or [] in groups:
+        raise ValueError(
+            f"prompt_groups: expected each row of 0..{num_rows - 1} in exactly one group and no group empty, got "
+            + (f"row(s) {wrong[:8]} missing, twice or out of range" if wrong else "an empty group")
+        )
+    return torch.tensor(order), torch.tensor([len(group) for group in groups])
+
+
 def _same_prompt(unlike: Tensor, first_of_row: Tensor, difference: str) -> None:
     if unlike.numel() > 0:
         row = int(unlike.flatten()[0])
@@ -201,9 +234,9 @@ def _same_prompt(unlike: Tensor, first_of_row: Tensor, difference: str) -> None:
 
 def check_like(reference: Tensor, name: str, value: Tensor, what: str = "the shape of input_ids") -> None:
     """A ValueError that names ``value`` where it isn't a tensor of the reference's shape and device."""
-    if not isinstance(value, Tensor) or value.shape != reference.shape or value.device != reference.device:
-        where = f" on {value.device}" if isinstance(value, Tensor) else ""
+    dense(name, value)
+    if value.shape != reference.shape or value.device != reference.device:
         raise ValueError(
             f"{name}: expected a tensor of shape {tuple(reference.shape)} ({what}) on {reference.device}, "
-            f"got {describe(value)}{where}"
+            f"got {describe(value)} on {value.device}"
         )

@@ -11,8 +11,7 @@ from torch.nn.functional import pad
 
 def zeros_and_ones(name: str, mask: Tensor) -> Tensor:
     """A mask of any dtype as bool; a ValueError that names it where it holds anything but 0 and 1."""
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"{name}: expected a tensor, got {describe(mask)}")
+    dense(name, mask)
     if mask.dtype == torch.bool:
         return mask
     other = mask[(mask != 0) & (mask != 1)]
@@ -52,6 +51,15 @@ def block_bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"mask: expected every key in a block, got {num_keys} keys and blocks of {int(end[-1])}")
     first_row = opens.nonzero().flatten()
     return pad(first_row, (0, 1), value=num_queries), pad(start[first_row], (0, 1), value=num_keys)
+
+
+def dense(name: str, value: Any) -> None:
+    """A ValueError that names ``value`` where it is no ordinary tensor, with all of its values at hand."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {describe(value)}")
+    if value.layout != torch.strided or value.is_nested or value.is_meta:
+        kind = "nested" if value.is_nested else "meta" if value.is_meta else value.layout
+        raise ValueError(f"{name}: expected a dense tensor, got a {kind} one")
 
 
 def describe(value: Any) -> str:

@@ -3,8 +3,8 @@
 Two things change on an installed model. Its layers read a config that names the attention function registered here, so
 every layer asks it for attention and finds the micro-batch's plan among the forward's keyword arguments; transformers
 hands these through unchanged, also when a checkpointed layer is run again. And the top-level ``forward``, as an
-attribute of this one model, answers calls that carry ``zorro=SharedPrompt(...)`` with log-probs and entropy; every
-other call goes to the stock forward under the model's own attention.
+attribute of this one model, answers calls that carry ``zorro=SharedPrompt(...)`` with log-probs and entropy. A call
+without a plan is the stock forward, and its layers' attention the model's own.
 """
 
 from __future__ import annotations
@@ -83,39 +83,36 @@ class SharedAttention:
         return plan_attention(q, k, v, self.plan, scale, self.kernels, self.split)[None], None
 
 
-class StockAttention:
-    """The model's own attention, for calls without a plan: needed when a checkpointed layer of one runs again."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __call__(self, module, query, key, value, attention_mask, **kwargs) -> tuple[Tensor, Tensor | None]:
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        function = AttentionInterface().get_interface(self.name, eager)
-        return function(module, query, key, value, attention_mask, **kwargs)
-
-
 def zorro_attention(module, query, key, value, attention_mask, zorro=None, **kwargs):
-    """The attention function registered with transformers. Without a plan it refuses: it would see no mask at all."""
-    if zorro is None:
+    """The attention function registered with transformers: by the plan, or in a call without one the model's own."""
+    if zorro is not None:
+        return zorro(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is not None and attention_mask.numel() == 0:
         raise ValueError(
-            f"{type(module).__name__} was called without a plan: while prompts are shared, call the top-level model, "
-            "not its backbone or a layer; or first take the patch off, patcher.unpatch() or zorro_verl.models.uninstall"
+            f"{type(module).__name__}: expected the plan of a packed row as the keyword argument zorro=, got none; a "
+            "forward on the way here does not hand its keyword arguments on"
         )
-    return zorro(module, query, key, value, attention_mask, **kwargs)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function = AttentionInterface().get_interface(module.config.stock_config._attn_implementation, eager)
+    return function(module, query, key, value, attention_mask, **kwargs)
 
 
-# No mask function is registered under this name: transformers then builds no mask, and the plan needs none.
 AttentionInterface.register(ATTENTION_NAME, zorro_attention)
+
+
+def no_mask(like: Tensor) -> Tensor:
+    """The mask of a packed row: none is needed, and one of four dimensions keeps transformers from making it.
+
+    It is empty, so that an attention which does look at it fails.
+    """
+    return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=like.device)
 
 
 class SeamForward:
     """The ``forward`` of one installed model. Deep-copies and pickles with it, as it holds it by reference.
 
-    The modules below the model read a config of their own, which names the seam's attention and else follows the
-    model's: what is built from ``model.config`` meanwhile is plain, and so is another model that shares it.
+    The layers, and only they, read a config of their own, which names the seam's attention: backbone and model keep
+    the model's, and so do their masks, whatever is built from ``model.config``, and another model that shares it.
     """
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels | None, split: bool):
@@ -123,44 +120,42 @@ class SeamForward:
         self.kernels = kernels
         self.split = split
         self.window = sliding_window(model.config)
-        self.inner_config = copy.copy(model.config)
 
     def attach(self) -> None:
         """Become the model's forward, in place of another seam if there is one."""
-        while isinstance(previous := self.model.__dict__.get("forward"), SeamForward):
+        previous = self.model.__dict__.get("forward")
+        if isinstance(previous, SeamForward):
             previous.detach()
-        if previous is not None:
+        elif getattr(previous, "__func__", previous) not in (None, type(self.model).forward):
             raise ValueError(
-                f"model.forward: expected the one of {type(self.model).__name__}, got {_name(previous)}, which "
+                f"model.forward: expected the one of {type(self.model).__name__}, got {name_of(previous)}, which "
                 "something else (accelerate's hooks?) put on this model; patch first, then prepare"
             )
         self.model.forward = self
-        self.lead_modules()
+        self.lead_layers()
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        self.release_modules()
+        self.release_layers()
         del self.model.forward
 
-    def lead_modules(self) -> None:
-        """Let the modules below the model ask for the seam's attention."""
-        self._follow(ATTENTION_NAME)
-        self._set_config(self.inner_config)
+    def lead_layers(self) -> None:
+        """Let the layers ask for the seam's attention."""
+        config = copy.copy(self.model.config)
+        config.stock_config = self.model.config
+        config._attn_implementation = ATTENTION_NAME
+        self._set_layer_config(config)
 
-    def release_modules(self) -> None:
+    def release_layers(self) -> None:
         """Give them the model's own config back."""
-        self._set_config(self.model.config)
+        self._set_layer_config(self.model.config)
 
-    def _set_config(self, config: PretrainedConfig) -> None:
+    def _set_layer_config(self, config: PretrainedConfig) -> None:
         for module in self.model.modules():
             current = module.__dict__.get("config")
             led = getattr(current, "_attn_implementation", None) == ATTENTION_NAME
-            if module is not self.model and (led or current is self.model.config):
+            if not isinstance(module, PreTrainedModel) and (led or current is self.model.config):
                 module.config = config
-
-    def _follow(self, attention: str) -> None:
-        vars(self.inner_config).update(vars(self.model.config))
-        self.inner_config._attn_implementation = attention
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -169,16 +164,8 @@ class SeamForward:
 
     def __call__(self, *args: Any, zorro: SharedPrompt | None = None, **kwargs: Any) -> Any:
         if zorro is None:
-            return self._stock(*args, **kwargs)
+            return type(self.model).forward(self.model, *args, **kwargs)
         return self._shared(zorro, *args, **kwargs)
-
-    def _stock(self, *args: Any, **kwargs: Any) -> Any:
-        name = self.model.config._attn_implementation
-        self._follow(name)
-        try:
-            return type(self.model).forward(self.model, *args, zorro=StockAttention(name), **kwargs)
-        finally:
-            self._follow(ATTENTION_NAME)
 
     def _shared(self, zorro: SharedPrompt, input_ids: Tensor, position_ids: Tensor, **others: Any) -> dict[str, Tensor]:
         """``input_ids`` ``(1, T)`` packed by the plan -> ``log_probs`` (and ``entropy``) ``(R,)``.
@@ -195,7 +182,11 @@ class SeamForward:
         if input_ids.shape != (1, plan.num_tokens):
             raise ValueError(f"input_ids: expected (1, {plan.num_tokens}) packed tokens, got {tuple(input_ids.shape)}")
         hidden = model.model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, zorro=self._attention(plan)
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=no_mask(input_ids),
+            use_cache=False,
+            zorro=self._attention(plan),
         ).last_hidden_state.squeeze(0)
         hidden = hidden.index_select(0, plan.predictor_index)
         log_probs, entropy = _head(model.lm_head, hidden, zorro)
@@ -203,7 +194,7 @@ class SeamForward:
 
     def _attention(self, plan: Plan) -> SharedAttention:
         """What every layer of a call gets as ``zorro=``, after the checks that need the call's rows."""
-        self._follow(ATTENTION_NAME)
+        check_causal(self.model.config)
         check_training(self.model.config, self.model.training)
         check_window(self.window, plan.longest_row)
         return SharedAttention(plan, self.kernels, self.split)
@@ -330,6 +321,7 @@ class _SdpaKernels:
 
 def check_supported(config: PretrainedConfig) -> None:
     """Refuse what sharing would get wrong on this architecture, by name, before anything runs."""
+    check_causal(config)
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise ValueError(
             f"model_type: expected one of {SUPPORTED_MODEL_TYPES}, got {config.model_type!r}; "
@@ -342,6 +334,12 @@ def check_supported(config: PretrainedConfig) -> None:
             f"rope_type: expected frequencies that don't depend on the batch's longest row, got {rope_type!r}; "
             "use the plain model, in veRL with actor_rollout_ref.actor.strategy=fsdp2"
         )
+
+
+def check_causal(config: PretrainedConfig) -> None:
+    """A model that looks ahead has no prompt that is the same for every response."""
+    if not getattr(config, "is_causal", True):
+        raise ValueError("is_causal: expected True, got False; use the plain model for bidirectional attention")
 
 
 def check_attention_layer(layer: nn.Module) -> None:
@@ -374,7 +372,8 @@ def check_window(window: int | None, longest_row: int) -> None:
         )
 
 
-def _name(forward: Any) -> str:
+def name_of(forward: Any) -> str:
+    """A forward in an error message."""
     return getattr(forward, "__qualname__", type(forward).__name__)
 
 

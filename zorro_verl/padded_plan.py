@@ -16,32 +16,34 @@ def build_padded_plan(
     valid: Tensor,
     response_length: int | None = None,
     group_index: Tensor | None = None,
+    sequence: Tensor | None = None,
 ) -> tuple[Plan, Tensor]:
     """The plan of a padded batch, and ``(B, S)`` the packed token of each of its positions, -1 at padding.
 
     Args:
         ids, position_ids: ``(B, S)`` int64. Prompts are shared where both are equal.
-        valid: ``(B, S)`` bool. Rows without a token are left out.
+        valid: ``(B, S)`` bool, at least one of them True. Rows without a token are left out.
         response_length: responses stand in the last so many columns. When it is None, or leaves no column to a
             prompt, or no two prompts are then the same, prompts end where their rows stop being equal.
         group_index: ``(B,)`` on the host: rows taken for equal up to their responses without a look at ``ids``; goes
             with a response_length below S.
-
-    Raises:
-        ValueError: a batch without any token.
+        sequence: ``(B, S)`` int64, the number of the sequence in its row, when rows hold several one after another;
+            each is then a row of the plan, and response_length is not looked at.
     """
-    lens = valid.sum(1).cpu()
-    kept = lens > 0
-    if not bool(kept.any()):
-        raise ValueError("attention_mask: expected at least one token in the batch, got none")
-    bounded = response_length is not None and response_length < ids.shape[1]
-    prompt_lens = valid[:, : ids.shape[1] - response_length].sum(1).cpu() if bounded else torch.ones_like(lens)
-    cu_seqlens = exclusive_cumsum(lens[kept])
+    num_rows, columns = ids.shape
+    row = torch.arange(num_rows, device=ids.device)[:, None]
+    owner = (row.expand_as(ids) if sequence is None else row * columns + sequence)[valid]
+    cu_seqlens = exclusive_cumsum(torch.unique_consecutive(owner, return_counts=True)[1].cpu())
+    bounded = response_length is not None and response_length < columns and sequence is None
+    prompt_lens, kept = torch.ones(cu_seqlens.numel() - 1, dtype=torch.int64), None
+    if bounded:
+        kept = valid.any(1).cpu()
+        prompt_lens = valid[:, : columns - response_length].sum(1).cpu()[kept]
     # A row that begins in the response columns has its first token taken for a prompt, which others may share.
-    rows = Rows(ids[valid], position_ids[valid], cu_seqlens, prompt_lens[kept].clamp(min=1))
+    rows = Rows(ids[valid], position_ids[valid], cu_seqlens, prompt_lens.clamp(min=1))
     if group_index is not None:
-        alone = -1 - torch.arange(lens.numel())
-        found = number_by_first_appearance(torch.where(prompt_lens == 0, alone, group_index)[kept])
+        alone = -1 - torch.arange(prompt_lens.numel())
+        found = number_by_first_appearance(torch.where(prompt_lens == 0, alone, group_index[kept]))
     elif bounded:
         found = find_prompt_groups(rows)
     if group_index is None and (not bounded or int(found.max()) + 1 == rows.num_rows):

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zorro_verl.models import no_mask
 from zorro_verl.padded_plan import build_padded_plan
 from zorro_verl.prefixes import value_ids
 
+UNSHARED_REASONS = ("use_cache", "inputs_embeds_grad")
+_ANSWERED = "input_ids inputs_embeds attention_mask position_ids use_cache logits_to_keep output_hidden_states".split()
 # Of what a stock forward hands on as **kwargs, these are the loss's.
 _LOSS_ARGUMENTS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
 
@@ -21,58 +24,68 @@ class PatchedCall:
     Args:
         arguments: by name, as the stock forward takes them, and ``temperature``; unset ones may be None or missing.
         response_length: see `build_padded_plan`.
+        cache_by_default: what ``use_cache=None`` means to the plain model. It matters where positions start anew in
+            mid-row and there is no mask: without a cache transformers takes that for several sequences.
 
     Attributes:
         inputs: arguments for the stock forward: of the packed row, or as they came when ``plan`` is None.
-        plan: None for a call with a cache, which has to stay as it is.
+        plan: None for a call that has to stay as it is.
+        unshared: why it has to, one of `UNSHARED_REASONS`; None where there is a plan, or no token.
         index: ``(B, S)`` int64, the packed token of each position, -1 at padding.
         place: ``(B, K)`` int64, the same for the K columns whose logits are kept, among those that the head computes.
         temperature: what the call brought, or None.
         loss_arguments: labels and what goes to the loss with them; empty without labels.
         return_dict: what the call said, or None.
+        runs_again: whether checkpointed layers run again in the backward; the forward knows.
         num_rows, num_tokens: B, and the tokens of all rows.
-        checkpointed: set by the forward: whether layers run again in the backward.
 
     Raises:
         ValueError: an argument of the wrong shape or dtype, or one that sharing can't answer.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], response_length: int | None):
+    def __init__(self, arguments: Mapping[str, Any], response_length: int | None, cache_by_default: bool):
         given = {name: value for name, value in arguments.items() if value is not None}
         self.temperature = given.pop("temperature", None)
         self.return_dict = given.pop("return_dict", None)
         loss_arguments = {name: given.pop(name) for name in _LOSS_ARGUMENTS if name in given}
-        self.loss_arguments = loss_arguments if {"labels", "shift_labels"} & loss_arguments.keys() else {}
+        self.loss_arguments = loss_arguments if "labels" in loss_arguments else {}
         name, values = _batch(given)
-        self.num_rows = values.shape[0]
-        self.checkpointed = False
-        self.plan = self.index = self.place = None
+        self.num_rows, self.num_tokens = values.shape[0], values.shape[0] * values.shape[1]
+        self.plan = self.index = self.place = self.unshared = None
+        self.runs_again = False
+        self.inputs = given
         if "past_key_values" in given or given.get("use_cache", False):
-            self.num_tokens = values.shape[0] * values.shape[1]
-            self.inputs = given
+            self.unshared = "use_cache"
             return
-
-        del given[name]
-        given.pop("use_cache", None)
-        valid = _valid(given.pop("attention_mask", None), values)
-        positions = _positions(given.pop("position_ids", None), valid)
-        keep = given.pop("logits_to_keep", 0)
-        hidden_states = given.pop("output_hidden_states", None)
-        _refuse(given)
+        if name == "inputs_embeds" and values.requires_grad and torch.is_grad_enabled():
+            # Rows that are equal may come from parameters that are not one: a shared row has one gradient for all.
+            self.unshared = "inputs_embeds_grad"
+            return
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        valid = _valid(mask, values)
+        if not bool(valid.any()):
+            self.num_tokens = 0
+            return
+        packed = mask is None and positions is not None and not given.get("use_cache", cache_by_default)
+        positions = _positions(positions, valid)
+        sequence = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(1) if packed else None
         ids = values.long() if name == "input_ids" else _ids(values, valid)
-        self.plan, self.index = build_padded_plan(ids, positions, valid, response_length)
-        self.num_tokens = self.plan.num_row_tokens
+        plan, self.index = build_padded_plan(ids, positions, valid, response_length, sequence=sequence)
+        self.plan, self.num_tokens = plan, plan.num_row_tokens
 
+        keep = given.get("logits_to_keep", 0)
         kept = self.index[:, slice(-keep, None) if isinstance(keep, int) else keep]
         needed, place = torch.unique(kept, return_inverse=True)
         padding = int(needed.numel() > 0 and needed[0] < 0)  # -1 sorts first
         self.place = place - padding
+        _refuse({key: value for key, value in given.items() if key not in _ANSWERED})
         self.inputs = {
-            name: self.plan.pack(values[valid], dim=0)[None],
-            "position_ids": self.plan.pack(positions[valid])[None],
+            name: plan.pack(values[valid], dim=0)[None],
+            "position_ids": plan.pack(positions[valid])[None],
+            "attention_mask": no_mask(values),
             "use_cache": False,
             "logits_to_keep": needed[padding:],
-            "output_hidden_states": hidden_states,
+            "output_hidden_states": given.get("output_hidden_states"),
         }
 
 
@@ -94,9 +107,9 @@ def _valid(attention_mask: Tensor | None, values: Tensor) -> Tensor:
     shape = values.shape[:2]
     if attention_mask is None:
         return torch.ones(shape, dtype=torch.bool, device=values.device)
-    if not isinstance(attention_mask, Tensor) or attention_mask.shape != shape:
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape not in (shape, (1, shape[1])):
         raise ValueError(f"attention_mask: expected (B, S) = {tuple(shape)} or None, got {_short(attention_mask)}")
-    return attention_mask.to(values.device) != 0
+    return (attention_mask.to(values.device) != 0).expand(shape)
 
 
 def _positions(position_ids: Tensor | None, valid: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -10,31 +12,33 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from zorro_verl.metrics import call_stats
-from zorro_verl.models import SeamForward, SharedAttention, kernels_for
-from zorro_verl.patched_call import PatchedCall
+from zorro_verl.models import SeamForward, kernels_for
+from zorro_verl.patched_call import UNSHARED_REASONS, PatchedCall
 from zorro_verl.reconstruct import gather_rows
 from zorro_verl.varlen import Kernels
 
 
 class PatchCounts(NamedTuple):
-    """Of one call of a patched model or layer; ``unshared`` are rows that a cache left so."""
+    """Of one call of a patched model or layer; ``unshared`` says why its ``rows`` could not be, else it is None."""
 
     tokens_total: int = 0
     tokens_packed: int = 0
     groups: int = 0
-    unshared: int = 0
+    rows: int = 0
+    unshared: str | None = None
 
     def stats(self) -> Mapping[str, Any]:
         """Under the names of `DeduplicatedActor.stats`."""
-        return call_stats(self.tokens_total, self.tokens_packed, self.groups, {"use_cache": self.unshared})
+        fallback = {reason: self.rows if reason == self.unshared else 0 for reason in UNSHARED_REASONS}
+        return call_stats(self.tokens_total, self.tokens_packed, self.groups, fallback)
 
 
 class PatchedForward(SeamForward):
     """The ``forward`` of one patched model. A call with ``zorro=`` is the seam's.
 
     A call with a cache, whose keys and values have to stand in the batch's own shape, runs as the plain model does and
-    is counted. Logits are divided by the temperature in every call but those that ``model.generate`` makes, which has
-    a temperature of its own.
+    is counted, and so does one with ``inputs_embeds`` that have a gradient. Logits are divided by the temperature in
+    every call but those that ``model.generate`` makes, which has a temperature of its own.
 
     Args:
         model, kernels, split: see `SeamForward`.
@@ -55,19 +59,17 @@ class PatchedForward(SeamForward):
             raise ValueError(f"response_len: expected None or an int of at least 1, got {response_length!r}")
         self.response_length = response_length
         self.temperature = _checked(temperature)
-        self.generating = False
+        self.generating = Counter()  # calls of generate that are under way, by thread
         self.counts = PatchCounts()
-        self.outer: SeamForward | None = None
+        self.outer: SeamForward | None = None  # what comes back when this one goes
+        self.retired = False
         self.own_generate: Any = None
 
     def attach(self) -> None:
-        """As the seam's; and ``generate``, too. A seam that is no patch, such as the actor's, comes back in the end."""
-        previous = self.model.__dict__.get("forward")
-        outer = previous.outer if isinstance(previous, PatchedForward) else previous
+        """As the seam's; and ``generate``, too."""
         super().attach()
-        self.outer = outer
         self.own_generate = self.model.__dict__.get("generate")
-        self.model.generate = _PlainGenerate(self.model, self.own_generate)
+        self.model.generate = _PlainGenerate(self)
 
     def detach(self) -> None:
         super().detach()
@@ -75,33 +77,44 @@ class PatchedForward(SeamForward):
             del self.model.generate
             if self.own_generate is not None:
                 self.model.generate = self.own_generate
-        if self.outer is not None:
-            self.outer.attach()
+
+    def retire(self) -> None:
+        """Go for good: now, or when what is on top of it goes."""
+        self.retired = True
+        if is_forward_of(self, self.model):
+            self.model.forward = self
+            self.detach()
+            outer = self.outer
+            while isinstance(outer, PatchedForward) and outer.retired:
+                outer = outer.outer
+            if outer is not None:
+                outer.attach()
 
     @property
     def stats(self) -> Mapping[str, Any]:
-        """The last call's counts, under the names of `DeduplicatedActor.stats`; the only fallback is a cache."""
+        """The last call's counts, under the names of `DeduplicatedActor.stats`."""
         return self.counts.stats()
 
     def __call__(self, *args: Any, zorro: Any = None, **kwargs: Any) -> Any:
+        if args and args[0] is self.model:  # accelerate binds a forward that it unwraps as if it were the class's
+            args = args[1:]
         if zorro is not None:
             return super().__call__(*args, zorro=zorro, **kwargs)
-        if self.generating:
-            return self._stock(*args, **kwargs)
-        model, (call, attention) = self.model, self._read(*args, **kwargs)
-        if attention is None:
-            output = self._stock(**call.inputs, return_dict=True)
-        else:
-            output = type(model).forward(model, **call.inputs, return_dict=True, zorro=attention)
-            if call.checkpointed:
+        model, call = self.model, self._read(*args, **kwargs)
+        if call is None:
+            return type(model).forward(model, *args, **kwargs)
+        output = type(model).forward(model, **call.inputs, return_dict=True)
+        output.logits = _divided(output.logits, call.temperature)
+        if call.plan is not None:
+            if call.runs_again:
                 self._prepare_backward(output.logits, *(output.hidden_states or ()))
             output.logits = gather_rows(output.logits[0], call.place)
             if output.hidden_states is not None:
                 output.hidden_states = tuple(gather_rows(hidden[0], call.index) for hidden in output.hidden_states)
-        output.logits = _divided(output.logits, call.temperature)
+        output.logits = _divided_per_row(output.logits, call.temperature)
         if call.loss_arguments:
-            arguments = {"labels": None} | call.loss_arguments
-            loss = model.loss_function(logits=output.logits, vocab_size=model.config.vocab_size, **arguments)
+            vocabulary = model.config.vocab_size
+            loss = model.loss_function(logits=output.logits, vocab_size=vocabulary, **call.loss_arguments)
             output = type(output)(loss=loss, **output)
         return output if call.return_dict else output.to_tuple()
 
@@ -113,41 +126,56 @@ class PatchedForward(SeamForward):
 
     def _lead_backward(self, grad: Tensor) -> None:
         if not isinstance(self.model.__dict__.get("forward"), SeamForward):
-            self.lead_modules()
-            torch.autograd.Variable._execution_engine.queue_callback(self.release_modules)
+            self.lead_layers()
+            torch.autograd.Variable._execution_engine.queue_callback(self.release_layers)
 
     @torch.compiler.disable  # host arithmetic on what the tokens are: nothing to compile, and new in every batch
-    def _read(self, *args: Any, **kwargs: Any) -> tuple[PatchedCall, SharedAttention | None]:
+    def _read(self, *args: Any, **kwargs: Any) -> PatchedCall | None:
+        """What a call asks for; None for one that `generate` makes."""
+        if self.generating[get_ident()]:
+            return None
+        model, config = self.model, self.model.config
         arguments = self.__signature__.bind(*args, **kwargs).arguments
         arguments |= arguments.pop("kwargs", {})
-        if self.model.config.output_attentions:
+        if config.output_attentions:
             arguments.setdefault("output_attentions", True)
-        call = PatchedCall(arguments, self.response_length)
+        call = PatchedCall(arguments, self.response_length, config.use_cache)
         call.temperature = self.temperature if call.temperature is None else _checked(call.temperature)
         if call.return_dict is None:
-            call.return_dict = self.model.config.return_dict
-        call.checkpointed = self.model.training and self.model.is_gradient_checkpointing
+            call.return_dict = config.return_dict
         if call.plan is None:
-            self.counts = PatchCounts(call.num_tokens, call.num_tokens, 0, call.num_rows)
-            return call, None
-        self.counts = PatchCounts(call.num_tokens, call.plan.num_tokens, call.plan.num_groups)
-        return call, self._attention(call.plan)
+            self.counts = PatchCounts(call.num_tokens, call.num_tokens, 0, call.num_rows, call.unshared)
+            return call
+        self.counts = PatchCounts(call.num_tokens, call.plan.num_tokens, call.plan.num_groups, call.num_rows)
+        if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
+            raise ValueError(
+                "neftune_noise_alpha: expected none, got noise on embeddings, which differs from row to row; unpatch() "
+                "the model, or train without it"
+            )
+        call.inputs["zorro"] = self._attention(call.plan)
+        call.runs_again = model.training and model.is_gradient_checkpointing
+        return call
 
 
 class _PlainGenerate:
     """``generate`` of a patched model: the plain model's, whatever arguments it calls the forward with."""
 
-    def __init__(self, model: PreTrainedModel, own: Any):
-        self.model = model
-        self.own = own
+    def __init__(self, forward: PatchedForward):
+        self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.model.forward
-        forward.generating = True
+        model, own, thread = self.forward.model, self.forward.own_generate, get_ident()
+        self.forward.generating[thread] += 1
         try:
-            return self.own(*args, **kwargs) if self.own else type(self.model).generate(self.model, *args, **kwargs)
+            return type(model).generate(model, *args, **kwargs) if own is None else own(*args, **kwargs)
         finally:
-            forward.generating = False
+            self.forward.generating[thread] -= 1
+
+
+def is_forward_of(forward: SeamForward, model: PreTrainedModel) -> bool:
+    """Whether ``forward`` is what runs when ``model`` is called; bound to it or not."""
+    current = model.__dict__.get("forward")
+    return getattr(current, "__func__", current) is forward
 
 
 def patch(
@@ -156,15 +184,24 @@ def patch(
     use_split_attention: bool,
     response_length: int | None = None,
     temperature: float | Tensor = 1.0,
+    on_top: bool = False,
 ) -> PatchedForward:
-    """Give ``model`` a `PatchedForward`, in place of a seam that it may have.
+    """Give ``model`` a `PatchedForward`.
+
+    A seam that is no patch, such as the actor's, comes back when this one is retired. A patch is replaced for good, or
+    with ``on_top`` comes back, too.
 
     Raises:
         ValueError: an unsupported model, an attention that can't run on its device, or a bad option.
     """
     kernels = kernels_for(model, attn_implementation)
     forward = PatchedForward(model, kernels, use_split_attention, response_length, temperature)
+    outer = model.__dict__.get("forward")
     forward.attach()
+    while isinstance(outer, PatchedForward) and not on_top:
+        outer.retired = True
+        outer = outer.outer
+    forward.outer = outer if isinstance(outer, SeamForward) else None
     return forward
 
 
@@ -172,15 +209,22 @@ def _checked(temperature: float | Tensor) -> float | Tensor:
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not (number or isinstance(temperature, Tensor)):
         raise ValueError(f"temperature: expected a float or a (B,) tensor, got {type(temperature).__name__}")
+    if isinstance(temperature, Tensor) and temperature.dim() > 1:
+        raise ValueError(f"temperature: expected a float or a (B,) tensor, got {tuple(temperature.shape)}")
     if not bool(torch.as_tensor(temperature > 0).all()):
         raise ValueError(f"temperature: expected values above 0, got {temperature}")
     return temperature
 
 
 def _divided(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """``(B, K, V)`` logits over one temperature or ``(B,)``, in their own dtype."""
+    """``(..., V)`` logits over one temperature; as they are when rows have their own."""
+    return logits if isinstance(temperature, Tensor) or temperature == 1 else logits / temperature
+
+
+def _divided_per_row(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """``(B, K, V)`` logits over ``(B,)`` temperatures, in their own dtype; as they are when there is one for all."""
     if not isinstance(temperature, Tensor):
-        return logits if temperature == 1 else logits / temperature
-    if temperature.dim() > 1 or temperature.numel() not in (1, logits.shape[0]):
+        return logits
+    if temperature.numel() not in (1, logits.shape[0]):
         raise ValueError(f"temperature: expected a float or ({logits.shape[0]},), got {tuple(temperature.shape)}")
     return (logits / temperature.to(logits.device).reshape(-1, 1, 1)).to(logits.dtype)

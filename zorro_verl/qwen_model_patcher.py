@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from zorro_verl.models import SeamForward
-from zorro_verl.patched_forward import PatchedForward, patch
+from zorro_verl.models import SeamForward, name_of
+from zorro_verl.patched_forward import PatchedForward, is_forward_of, patch
 
 
 class Qwen3ModelOncePatcher:
@@ -37,7 +37,9 @@ class Qwen3ModelOncePatcher:
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.use_split_attention = use_split_attention
         self.attn_implementation = attn_implementation
-        self._forward: PatchedForward | None = None
+        # A copy of a patched model has the patch, and a patcher of its own takes it off.
+        current = self.model.__dict__.get("forward") if hasattr(self.model, "forward") else None
+        self._forward: PatchedForward | None = current if isinstance(current, PatchedForward) else None
 
     def patch(
         self, response_len: int | None = None, rollout_n: int | None = None, temperature: float | Tensor = 1.0
@@ -55,7 +57,12 @@ class Qwen3ModelOncePatcher:
         Raises:
             ValueError: an unsupported model, an attention that can't run on its device, or a bad option.
         """
-        self._forward = patch(self.model, self.attn_implementation, self.use_split_attention, response_len, temperature)
+        if rollout_n is not None and (type(rollout_n) is not int or rollout_n < 1):
+            raise ValueError(f"rollout_n: expected None or an int of at least 1, got {rollout_n!r}")
+        self._forward = self._patched(response_len, temperature)
+
+    def _patched(self, response_len: int | None, temperature: float | Tensor, on_top: bool = False) -> PatchedForward:
+        return patch(self.model, self.attn_implementation, self.use_split_attention, response_len, temperature, on_top)
 
     def unpatch(self) -> None:
         """Leave the model as it was. Nothing happens when another patch has replaced this one, or none is there.
@@ -64,10 +71,11 @@ class Qwen3ModelOncePatcher:
             ValueError: something else has wrapped the patched forward in the meantime.
         """
         current = self.model.__dict__.get("forward")
-        if self._forward is not None and current is self._forward:
-            self._forward.detach()
-        elif self._forward is not None and current is not None and not isinstance(current, SeamForward):
-            raise ValueError(f"model.forward: expected the patch, got {current!r} around it; unwrap it first")
+        if self._forward is None:
+            return
+        if not is_forward_of(self._forward, self.model) and not isinstance(current, SeamForward | None):
+            raise ValueError(f"model.forward: expected the patch, got {name_of(current)} around it; unwrap it first")
+        self._forward.retire()
         self._forward = None
 
     @property
@@ -99,15 +107,13 @@ class Qwen3ModelPatcher(Qwen3ModelOncePatcher):
     ):
         super().__init__(model, use_split_attention, attn_implementation)
         self._settings = {"response_len": response_len, "temperature": temperature}
-        self._outer: list[SeamForward | None] = []
+        self._before: list[PatchedForward | None] = []
 
     def __enter__(self) -> Qwen3ModelPatcher:
-        self._outer.append(self.model.__dict__.get("forward"))
-        self.patch(**self._settings)
+        self._before.append(self._forward)
+        self._forward = self._patched(**self._settings, on_top=True)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self.unpatch()
-        outer = self._outer.pop()
-        if outer is not None:
-            outer.attach()
+        self._forward = self._before.pop()

@@ -42,7 +42,7 @@ def _plain(values: Tensor, index: Tensor) -> Tensor:
     if values.shape[0] == 0:  # a row to point at, for an index of nothing but -1
         values = torch.cat([values, values.new_zeros(1, values.shape[1])])
     rows = values.index_select(0, index.clamp(min=0))
-    return torch.where(index[:, None] >= 0, rows, torch.zeros((), dtype=values.dtype, device=values.device))
+    return rows.masked_fill_((index < 0)[:, None], 0)  # in place: a second copy would be as large as the batch
 
 
 def _triton():

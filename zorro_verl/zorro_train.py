@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +11,7 @@ from torch import Tensor
 
 from zorro_verl.flops import flop_bound_speedup
 from zorro_verl.grouping import exclusive_cumsum, find_prompt_groups, first_rows
-from zorro_verl.interleaved import CheckedBatch, ReconstructionInfo, check_like, interleave
+from zorro_verl.interleaved import CheckedBatch, ReconstructionInfo, check_like, interleave, partition
 from zorro_verl.masks import block_bounds, describe, zeros_and_ones
 from zorro_verl.reconstruct import gather_rows
 
@@ -79,10 +76,12 @@ class ZoRRoTrain:
                 rows with other prompt tokens or positions; unique_prompts that are not those of the groups.
         """
         batch = CheckedBatch.read(input_ids, response_length, attention_mask, position_ids)
-        order, sizes = _partition(prompt_groups, batch.rows.num_rows)
+        if not isinstance(use_unpad, bool):
+            raise ValueError(f"use_unpad: expected True or False, got {describe(use_unpad)}")
+        order, sizes = partition(prompt_groups, batch.rows.num_rows)
         first = order[exclusive_cumsum(sizes)[:-1]].to(input_ids.device)
         _check_unique_prompts(unique_prompts, input_ids[first, : batch.prompt_width])
-        info = interleave(batch, order, sizes, bool(use_unpad))
+        info = interleave(batch, order, sizes, use_unpad)
         ids, positions = (values.flatten()[info.token_index][None] for values in (input_ids, batch.position_ids))
         return ids, positions, info
 
@@ -194,23 +193,6 @@ def analyze_normal_batch_via_attention_mask(
         f"non-pad-tokens={shared / 1000:.1f}K/{stats['non_pad_fraction']:.1%}"
     )
     return MappingProxyType(stats)
-
-
-def _partition(prompt_groups: Sequence[Sequence[int]], num_rows: int) -> tuple[Tensor, Tensor]:
-    """The rows in the order of the groups, and the size of each group; both int64 on the host."""
-    try:
-        groups = [[operator.index(row) for row in group] for group in prompt_groups]
-    except TypeError as error:
-        raise ValueError(f"prompt_groups: expected lists of row indices, got {prompt_groups!r}") from error
-    order = list(chain.from_iterable(groups))
-    count = Counter(order)
-    wrong = sorted(row for row in {*count, *range(num_rows)} if count[row] != (0 <= row < num_rows))
-    if wrong or [] in groups:
-        raise ValueError(
-            f"prompt_groups: expected each row of 0..{num_rows - 1} in exactly one group and no group empty, got "
-            + (f"row(s) {wrong[:8]} missing, twice or out of range" if wrong else "an empty group")
-        )
-    return torch.tensor(order), torch.tensor([len(group) for group in groups])
 
 
 def _check_unique_prompts(unique_prompts: Tensor, columns: Tensor) -> None:
