@@ -199,7 +199,6 @@ def patch(
     outer = model.__dict__.get("forward")
     forward.attach()
     while isinstance(outer, PatchedForward) and not on_top:
-        outer.retired = True
         outer = outer.outer
     forward.outer = outer if isinstance(outer, SeamForward) else None
     return forward
