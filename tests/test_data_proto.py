@@ -437,17 +437,208 @@ def test_a_small_batch_is_one_mini_batch(folder, rows):
         ({}, {}, "responses", "responses"),
         ({}, {"max_token_len": 10}, None, "max_token_len.*expected at least 1[0-9] tokens.*got 10"),
         ({}, {"use_dynamic_bsz": False}, None, "micro_batch_size"),
+        *(({}, {"micro_batch_size": n}, None, "micro_batch_size") for n in (0, -1, "2", 2.5, [2], float("inf"))),
+        *(({}, {"max_token_len": n}, None, "max_token_len") for n in (0, -1, "x", [2], float("inf"), 64.0)),
+        ({}, {"use_dynamic_bsz": "no"}, None, "use_dynamic_bsz: expected True or False, got 'no'"),
+        *(({"ppo_mini_batch_size": n}, {}, None, "ppo_mini_batch_size: expected") for n in (-1, 2.0, "4", None)),
+        *(({"ppo_epochs": n}, {}, None, "ppo_epochs: expected") for n in (-1, 1.5, None)),
+        ({"grad_clip": None}, {}, None, "grad_clip: expected a number above 0, got None"),
+        ({"optim": {"clip_grad": None}}, {}, None, "clip_grad: expected a number above 0, got None"),
+        ({"optim": {"clip_grad": -1.0}}, {}, None, "clip_grad"),
+        ({"policy_loss": {"loss_mode": "none of them"}}, {}, None, "none of them"),
         ({}, {"temperature": torch.ones(3)}, None, "temperature"),
     ],
 )
 def test_what_cannot_be_done_is_named(folder, rows, options, settings, drop, message):
+    from verl.workers.config import PolicyLossConfig
+
+    if "policy_loss" in options:
+        options = options | {"policy_loss": PolicyLossConfig(**options["policy_loss"])}
     actor = make_actor(folder, actor_config=actor_config(**options))
     data, before = data_proto(rows, **settings), parameters(actor)
     if drop:
         data.batch.pop(drop)
     with pytest.raises(ValueError, match=message):
         actor.update_policy(data)
+    assert_nothing_happened(actor, before)
+
+
+def assert_nothing_happened(actor, before):
     assert_equal_parameters(before, parameters(actor), 0)
+    assert all(p.grad is None for p in actor.model.parameters())
+    assert actor.optimizer is None
+    assert actor.lr_scheduler is None
+
+
+def shortest_first(rows):
+    return sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
+
+
+def test_a_budget_too_small_for_a_later_mini_batch_is_known_before_the_first_step(folder):
+    rows = shortest_first(interleaved_rows())
+    assert max(len(p) + len(r) for p, r in rows[:8]) <= 12
+    actor = make_actor(folder, actor_config=actor_config())
+    before = parameters(actor)
+    with pytest.raises(ValueError, match="max_token_len.*got 12"):
+        actor.update_policy(data_proto(rows, max_token_len=12))
+    assert_nothing_happened(actor, before)
+
+
+def test_what_a_model_cannot_do_later_is_known_before_the_first_step(tmp_path, monkeypatch):
+    from zorro_verl import micro_batches
+
+    rows = shortest_first(interleaved_rows())
+    for name, config, attention, message in (
+        (
+            "window",
+            {"model_type": "mistral", "sliding_window": 12},
+            "auto",
+            "sliding_window: expected rows of at most 12",
+        ),
+        ("dropout", {"attention_dropout": 0.1}, "auto", "attention_dropout"),
+        ("dense", {}, "eager", "attn_implementation: expected micro-batches of at most 60 tokens"),
+    ):
+        monkeypatch.setattr(micro_batches, "MAX_REFERENCE_TOKENS", 60)
+        tiny_model(dtype=torch.float32, **config).save_pretrained(tmp_path / name)
+        actor = make_actor(tmp_path / name, attn_implementation=attention, actor_config=actor_config())
+        before = parameters(actor)
+        with pytest.raises(ValueError, match=message):
+            actor.update_policy(data_proto(rows))
+        assert_nothing_happened(actor, before)
+
+
+@pytest.mark.parametrize("mode", ["shared", "unshared"])
+def test_the_dense_reference_is_asked_for_what_it_builds(folder, rows, monkeypatch, mode):
+    """Packed tokens, 48 here, when attention is split, and else the 79 of the rows as they were."""
+    from zorro_verl import micro_batches
+
+    options = {"attn_implementation": "eager", "use_split_attention": mode == "shared"}
+    actor = make_actor(folder, actor_config=actor_config(ppo_epochs=1), **options)
+    limit = {"shared": 48, "unshared": 79}[mode]
+    monkeypatch.setattr(micro_batches, "MAX_REFERENCE_TOKENS", limit)
+    actor.update_policy(data_proto(rows))
+    monkeypatch.setattr(micro_batches, "MAX_REFERENCE_TOKENS", limit - 1)
+    with pytest.raises(ValueError, match=f"got one of {limit}"):
+        actor.update_policy(data_proto(rows))
+
+
+def test_gradients_are_dropped_when_a_step_fails(folder, rows):
+    actor = make_actor(folder, actor_config=actor_config(ppo_epochs=1, ppo_mini_batch_size=8))
+    layer, calls = actor.model.model.layers[1], []
+    stock = layer.forward
+
+    def fails_in_the_second(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return stock(*args, **kwargs)
+
+    layer.forward = fails_in_the_second
+    before = parameters(actor)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        actor.update_policy(data_proto(rows, micro_batch_size=1))
+    assert_nothing_happened(actor, before)
+
+
+@pytest.mark.parametrize("mode", ["inference", "frozen"])
+def test_update_policy_needs_gradients(folder, rows, mode):
+    actor = make_actor(folder, actor_config=actor_config())
+    actor.model.requires_grad_(mode != "frozen")
+    with torch.inference_mode(mode == "inference"), pytest.raises(ValueError, match="update_policy|actor.model"):
+        actor.update_policy(data_proto(rows))
+    assert actor.optimizer is None
+
+
+def test_settings_stand_beside_the_tensors_too(folder, rows):
+    """In a TensorDict as verl makes it of a DataProto, and in a mapping."""
+    temperatures = torch.tensor([0.5, 2.0, 1.0, 0.7, 1.3, 0.9, 1.1, 0.6])
+    for temperature in (0.5, temperatures):
+        data = data_proto(rows, temperature, micro_batch_size=1, use_dynamic_bsz=False)
+        mapping = dict(data.batch.items()) | data.meta_info
+        results = []
+        for batch in (data, data.to_tensordict(), mapping):
+            actor = make_actor(folder, dtype="float64", actor_config=actor_config())
+            scored = actor.compute_log_prob(batch)["log_probs"]
+            packed = actor.stats["tokens_packed"]
+            results.append((packed, scored, actor.update_policy(batch)))
+        for packed, scored, metrics in results:
+            assert packed == 65, "groups cut by a size of one row"
+            assert torch.equal(scored, results[0][1])
+            assert metrics == results[0][2]
+        assert not torch.equal(results[0][1], actor.compute_log_prob(training_tensors(rows))["log_probs"])
+
+
+def test_a_temperature_beside_the_tensors_of_a_dataproto(folder, rows):
+    temperatures = torch.tensor([0.5, 2.0, 1.0, 0.7, 1.3, 0.9, 1.1, 0.6])
+    actor, data = make_actor(folder), data_proto(rows)
+    data.batch["temperature"] = temperatures
+    with pytest.raises(ValueError, match="temperature: expected once"):
+        actor.compute_log_prob(data)
+    data.meta_info = {}
+    expected = actor.compute_log_prob(data_proto(rows, temperatures))["log_probs"]
+    assert torch.equal(actor.compute_log_prob(data)["log_probs"], expected)
+
+
+@pytest.mark.parametrize("key", ["temperature", "max_token_len", "micro_batch_size", "use_dynamic_bsz"])
+def test_bad_settings_beside_the_tensors_are_named(folder, rows, key):
+    with pytest.raises(ValueError, match=f"{key}.*: expected"):
+        make_actor(folder).compute_log_prob(training_tensors(rows) | {key: "x"})
+
+
+def test_gradients_of_parameters_in_no_optimizer_do_not_scale_the_step(folder, rows):
+    moved = []
+    for stale in (False, True):
+        actor = make_actor(folder, dtype="float64", actor_config=actor_config(ppo_epochs=1))
+        head = actor.model.lm_head.weight
+        before = head.detach().clone()
+        actor.optimizer = torch.optim.SGD([head], lr=1.0)
+        if stale:
+            actor.update_policy(data_proto(rows))
+            for p in actor.model.parameters():
+                p.grad = torch.full_like(p, 9.0)
+            head.data.copy_(before)
+        norm = actor.update_policy(data_proto(rows))["actor/grad_norm"]
+        assert all(p.grad is None for p in actor.model.parameters())
+        moved.append((norm, head.detach() - before))
+    assert moved[0][0] == pytest.approx(moved[1][0], abs=1e-12)
+    assert largest(moved[0][1], moved[1][1]) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["another model's", "a frozen parameter's", "a class"])
+def test_an_optimizer_that_moves_nothing_is_refused(folder, rows, kind):
+    actor = make_actor(folder, actor_config=actor_config())
+    frozen = actor.model.lm_head.weight.requires_grad_(False)
+    actor.optimizer = {
+        "another model's": torch.optim.SGD(tiny_model().parameters(), lr=1.0),
+        "a frozen parameter's": torch.optim.SGD([frozen], lr=1.0),
+        "a class": torch.optim.SGD,
+    }[kind]
+    with pytest.raises(ValueError, match="optimizer: expected one over parameters of actor.model.*got SGD"):
+        actor.update_policy(data_proto(rows))
+
+
+def test_a_scheduler_is_stepped_with_its_own_optimizer_only(folder, rows):
+    actor = make_actor(folder, actor_config=actor_config({"lr_warmup_steps": 8}, ppo_epochs=1))
+    actor.update_policy(data_proto(rows))
+    scheduler = actor.lr_scheduler
+    assert scheduler.last_epoch == 1
+    actor.optimizer = torch.optim.SGD(actor.model.parameters(), lr=0.5)
+    actor.update_policy(data_proto(rows))
+    assert scheduler.last_epoch == 1
+    actor.lr_scheduler = torch.optim.lr_scheduler.StepLR(actor.optimizer, 1, 0.5)
+    assert [actor.update_policy(data_proto(rows))["actor/lr"] for _ in range(2)] == [0.25, 0.125]
+    before = parameters(actor)
+    actor.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(actor.optimizer)
+    with pytest.raises(ValueError, match="lr_scheduler: expected one that steps without a metric"):
+        actor.update_policy(data_proto(rows))
+    assert_equal_parameters(before, parameters(actor), 0)
+
+
+def test_a_schedule_goes_on_without_a_warning_when_the_first_step_is_skipped(folder, rows, recwarn):
+    actor, data = make_actor(folder, actor_config=actor_config({"lr_warmup_steps": 4}, ppo_epochs=1)), data_proto(rows)
+    data.batch["response_mask"].zero_()
+    assert actor.update_policy(data)["actor/lr"] == 0.0025, "a step of the schedule per call, as in verl"
+    assert not [str(w.message) for w in recwarn if "lr_scheduler" in str(w.message)]
 
 
 def test_images_are_refused(folder, rows):
@@ -456,5 +647,9 @@ def test_images_are_refused(folder, rows):
 
     images = np.array([{}] * 7 + [{"pixel_values": torch.ones(1)}], dtype=object)
     data = DataProto.from_single_dict(padded_batch(rows) | {"multi_modal_inputs": images})
-    with pytest.raises(ValueError, match="multi_modal_inputs"):
-        make_actor(folder).compute_log_prob(data)
+    actor = make_actor(folder)
+    for batch in (data, data.to_tensordict(), padded_batch(rows) | {"multi_modal_inputs": images.tolist()}):
+        with pytest.raises(ValueError, match="multi_modal_inputs"):
+            actor.compute_log_prob(batch)
+    images[-1] = None
+    actor.compute_log_prob(DataProto.from_single_dict(padded_batch(rows) | {"multi_modal_inputs": images}))

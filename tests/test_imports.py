@@ -44,6 +44,7 @@ MODULES: dict[str, set[str]] = {
     "qwen_model_patcher": {"torch", "transformers"},
     "qwen_attention_patcher": {"torch"},
     "verl_rows": {"torch", "tensordict"},
+    "actor_options": {"torch", "verl"},
     "verl_config": {"omegaconf", "transformers", "verl"},
     "padded_batch": {"torch", "tensordict"},
     "standalone": {"torch", "tensordict", "transformers", "verl"},

@@ -169,6 +169,19 @@ def test_autocast(mode):
 
 
 @pytest.mark.parametrize("mode", LOGITS_OPTIMIZATIONS)
+def test_autocast_leaves_float64_alone(mode):
+    """As it does with a linear's arguments."""
+    head = Head(bias=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert head.logits().dtype == torch.float64
+        got = computed(head, mode, 0.7)
+    assert all(x.dtype == torch.float64 for x in got)
+    reference = expected(head, 0.7)
+    assert_same(reference, got)
+    assert_same(gradients(head, *reference), gradients(head, *got))
+
+
+@pytest.mark.parametrize("mode", LOGITS_OPTIMIZATIONS)
 @pytest.mark.parametrize("temperature", [0.0, torch.tensor([1.0, 0.0, 2.0, 0.0, 1.0, 1e-9, 1.0])], ids=["all", "some"])
 def test_temperature_zero_is_finite(mode, temperature):
     """verl clamps the temperature at 1e-8: greedy rows get huge, finite logits and finite gradients."""

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -357,12 +358,67 @@ def test_bad_batches_are_named(folder, rows, change, message):
         ({"logits_optimization": "fast"}, "logits_optimization"),
         ({"attn_implementation": "flash"}, "attn_implementation"),
         ({"attn_implementation": "flash_attention_2"}, "cuda"),
-        ({"dtype": "float33"}, "dtype"),
+        *(
+            ({"dtype": dtype}, "dtype: expected one of torch.float16")
+            for dtype in ("float33", float, 32, np.float32, torch.int64, "float8_e4m3fn", "")
+        ),
+        *(
+            ({"device": device}, "device: expected")
+            for device in ("xyz", "meta", None, *([] if torch.cuda.is_available() else ["cuda", 0]))
+        ),
     ],
+    ids=str,
 )
 def test_bad_options_are_named(folder, options, message):
     with pytest.raises(ValueError, match=message):
-        make_actor(folder, **options)
+        DeduplicatedActor(**{"model_name_or_path": folder, "device": "cpu"} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"calculate_sum_pi_squared": True}, "actor_config.calculate_sum_pi_squared: expected False, got True"),
+        ({"use_fused_kernels": True}, "use_fused_kernels.*logits_optimization=memory"),
+        ({"use_prefix_grouper": True}, "use_prefix_grouper"),
+        ({"pad_to_length": True}, "pad_to_length"),
+        ({"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size: expected 1, got 2"),
+        ({"fsdp_config": {"pad_to_length": True}}, "actor_config.fsdp_config.pad_to_length"),
+        ({"fsdp_config": {"qat": {"enable": True}}}, "qat.enable"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(folder, options, message):
+    from verl.workers.config import FSDPEngineConfig, QATEngineConfig
+
+    if fsdp := options.get("fsdp_config"):
+        fsdp = {key: QATEngineConfig(**value) if key == "qat" else value for key, value in fsdp.items()}
+        options = options | {"fsdp_config": FSDPEngineConfig(**fsdp)}
+    with pytest.raises(ValueError, match=message):
+        make_actor(folder, actor_config=fsdp_actor_config(**options))
+
+
+def fsdp_actor_config(**options):
+    from verl.workers.config import FSDPActorConfig
+
+    return FSDPActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, **options)
+
+
+@pytest.mark.parametrize(("given", "expected"), [("none", "compute"), ("memory", "memory")])
+def test_verls_flag_for_chunks_asks_for_compute(folder, given, expected):
+    config = fsdp_actor_config(entropy_from_logits_with_chunking=True)
+    assert make_actor(folder, actor_config=config, logits_optimization=given).options.logits_optimization == expected
+
+
+def test_options_are_said_once(folder):
+    from zorro_verl.options import ZorroOptions
+    from zorro_verl.verl_config import ZorroActorConfig
+
+    options = {"logits_optimization": "memory", "use_split_attention": False, "attn_implementation": "eager"}
+    config = ZorroActorConfig(rollout_n=1, use_dynamic_bsz=True, zorro=ZorroOptions(**options))
+    assert make_actor(folder, actor_config=config, **options).options == config.zorro
+    for name in options:
+        others = {key: value for key, value in options.items() if key != name}
+        with pytest.raises(ValueError, match=f"{name}: expected .* as in actor_config.zorro"):
+            make_actor(folder, actor_config=config, **others)
 
 
 def test_a_mask_of_any_dtype_counts_the_same(folder):
@@ -380,7 +436,7 @@ def test_a_mask_of_any_dtype_counts_the_same(folder):
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({}, {"gradient_accumulation": 0}, "gradient_accumulation"),
+        *(({}, {"gradient_accumulation": n}, "gradient_accumulation") for n in (0, -1, 2.5, True, "2", None)),
         ({}, {"temperature": "0.7"}, "temperature"),
         ({"input_ids": 61}, {}, "input_ids: expected tokens in 0..60"),
     ],
@@ -391,6 +447,75 @@ def test_bad_arguments_are_named(folder, rows, change, options, message):
         batch[key] = torch.where(batch["attention_mask"] == 1, value, 0)
     with pytest.raises(ValueError, match=message):
         make_actor(folder).compute_policy_loss_and_backward(batch, **options)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_backward_needs_gradients(folder, rows, mode):
+    actor = make_actor(folder)
+    with mode(), pytest.raises(ValueError, match="compute_policy_loss_and_backward: expected gradients"):
+        actor.compute_policy_loss_and_backward(training_batch(rows))
+    actor.model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"actor\.model: expected parameters that require a gradient"):
+        actor.compute_policy_loss_and_backward(training_batch(rows))
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["input_ids", "responses", "response_mask", "advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights"],
+)
+@pytest.mark.parametrize("kind", [np.asarray, torch.Tensor.tolist], ids=["array", "list"])
+def test_what_is_no_tensor_is_not_dropped(folder, rows, key, kind):
+    from verl import DataProto
+
+    batch = training_batch(rows)
+    batch["response_mask"] = torch.ones_like(batch["responses"])
+    batch[key] = kind(batch.get(key, batch["advantages"]))
+    actor = make_actor(folder)
+    with pytest.raises(ValueError, match=f"{key}: expected a tensor, got (ndarray|list)"):
+        actor.compute_policy_loss_and_backward(batch)
+    if isinstance(batch[key], np.ndarray):
+        with pytest.raises(ValueError, match=f"{key}: expected a tensor, got ndarray"):
+            actor.compute_policy_loss_and_backward(DataProto.from_single_dict(batch))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("key", ["advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights"])
+def test_values_outside_the_loss_do_not_matter(folder, rows, key, value):
+    config = fsdp_actor_config(use_kl_loss=True, kl_loss_coef=0.3)
+    batch = training_batch(rows)
+    batch["ref_log_prob"], batch["rollout_is_weights"] = batch["old_log_probs"] - 0.1, torch.ones(8, 8)
+    batch["response_mask"] = batch["attention_mask"][:, -8:].clone()
+    batch["response_mask"][:, 1] = 0
+    losses, grads = [], []
+    for outside in (0.5, value):
+        batch[key] = batch[key].masked_fill(batch["response_mask"] == 0, outside)
+        actor = make_actor(folder, dtype="float64", actor_config=config)
+        losses.append(actor.compute_policy_loss_and_backward(batch)["actor/policy_loss"])
+        grads.append(gradients(actor.model))
+    assert losses[0] == losses[1]
+    assert worst_gradient(*grads) == 0
+
+
+def test_a_reference_that_nothing_reads_may_have_any_shape(folder, rows):
+    actor, batch = make_actor(folder), training_batch(rows)
+    expected = actor.compute_policy_loss_and_backward(batch)
+    batch["ref_log_prob"] = torch.zeros(8, 3)
+    assert actor.compute_policy_loss_and_backward(batch) == expected
+
+
+def test_stats_are_read_only_in_depth(folder, rows):
+    actor = make_actor(folder)
+    actor.forward(padded_batch(rows))
+    with pytest.raises(TypeError):
+        actor.stats["groups"] = 9
+    with pytest.raises(TypeError):
+        actor.stats["fallback"]["group_cut"] = 9
+
+
+@pytest.mark.parametrize("ids", [torch.tensor(1), torch.arange(15)], ids=["0-d", "1-d"])
+def test_input_ids_of_another_rank_are_named(folder, rows, ids):
+    with pytest.raises(ValueError, match="input_ids|responses"):
+        make_actor(folder).forward(padded_batch(rows) | {"input_ids": ids})
 
 
 def test_a_batch_that_is_no_mapping(folder):

@@ -13,7 +13,6 @@ import functools
 import logging
 import os
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
-from zorro_verl.attention import MAX_REFERENCE_TOKENS
+from zorro_verl.actor_options import check_options, with_chunking
 from zorro_verl.data_proto import DataProtoActor
 from zorro_verl.grouping import Rows
 from zorro_verl.metrics import ShareCounts, skipped_step_metric
@@ -90,9 +89,7 @@ class DeduplicatedActor(DataProtoActor, FSDPEngineWithLMHead):
                 actor_config,
             )
             return
-        self.options = getattr(engine_config, "zorro", None) or ZorroOptions()
-        if engine_config.entropy_from_logits_with_chunking and self.options.logits_optimization == "none":
-            self.options = replace(self.options, logits_optimization="compute")  # what that flag asks for
+        self.options = with_chunking(getattr(engine_config, "zorro", None) or ZorroOptions(), engine_config)
         self._check(model_config, engine_config)
         if not model_config.use_remove_padding and torch.distributed.get_rank() == 0:
             logger.info("model.use_remove_padding=False makes no difference to strategy=zorro: rows are always packed")
@@ -108,37 +105,12 @@ class DeduplicatedActor(DataProtoActor, FSDPEngineWithLMHead):
         """Refuse at start what would be wrong or ignored later."""
         check_supported(model_config.hf_config)
         check_training(model_config.hf_config, training=not engine_config.forward_only)
-        actor = "actor_rollout_ref.actor"
-        for refused, message in (
-            (
-                engine_config.ulysses_sequence_parallel_size > 1,
-                f"{actor}.ulysses_sequence_parallel_size: expected 1, got "
-                f"{engine_config.ulysses_sequence_parallel_size}; strategy=zorro has no sequence parallelism yet",
-            ),
-            (
-                model_config.use_fused_kernels,
-                f"actor_rollout_ref.model.use_fused_kernels: expected False, got True; use {CONFIG_KEY}"
-                ".logits_optimization=memory, which keeps no logits either",
-            ),
-            (
-                model_config.use_liger,
-                "actor_rollout_ref.model.use_liger: expected False, got True; it is not tested with strategy=zorro",
-            ),
-            (
-                engine_config.pad_to_length,
-                f"{actor}.pad_to_length: expected False, got True; packed lengths vary with what is shared",
-            ),
-            (
-                getattr(engine_config.qat, "enable", False),
-                f"{actor}.fsdp_config.qat.enable: expected False, got True; use strategy=fsdp2",
-            ),
-            (
-                self.options.base_strategy == "fsdp" and get_device_name() == "cpu",
-                f"{CONFIG_KEY}.base_strategy: expected fsdp2 on a CPU, got fsdp (FSDP1 needs an accelerator)",
-            ),
-        ):
-            if refused:
-                raise ValueError(message)
+        check_options(engine_config, "actor_rollout_ref.actor.fsdp_config")
+        check_options(model_config, "actor_rollout_ref.model")
+        if self.options.base_strategy == "fsdp" and get_device_name() == "cpu":
+            raise ValueError(
+                f"{CONFIG_KEY}.base_strategy: expected fsdp2 on a CPU, got fsdp (FSDP1 needs an accelerator)"
+            )
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
@@ -197,7 +169,7 @@ class DeduplicatedActor(DataProtoActor, FSDPEngineWithLMHead):
             budget = _token_budget(data, int(rows.lens.max()))
             indices = batch.split(*budget)
             if self._dense:
-                self._check_dense(indices, rows)
+                batch.check_dense(indices, self.options.use_split_attention)
         except Exception as error:
             failure = error  # raised below, on every rank: the others would wait for this one in a collective
         most = self._agree(failure, len(indices), len(data))
@@ -205,15 +177,6 @@ class DeduplicatedActor(DataProtoActor, FSDPEngineWithLMHead):
             indices = batch.split(*budget, min_count=most)
         micro_batches = [tu.index_select_tensor_dict(data, torch.tensor(part)) for part in indices]
         return micro_batches, indices, batch.counts(indices)
-
-    def _check_dense(self, indices: list[list[int]], rows: Rows) -> None:
-        """The dense reference builds a mask over a whole micro-batch, at worst over its rows as they were."""
-        longest = max(int(rows.lens[part].sum()) for part in indices)
-        if longest > MAX_REFERENCE_TOKENS:
-            raise ValueError(
-                f"{CONFIG_KEY}.attn_implementation: expected micro-batches of at most {MAX_REFERENCE_TOKENS} tokens "
-                f"with eager, got one of {longest}; use sdpa"
-            )
 
     def _agree(self, failure: Exception | None, count: int, num_rows: int) -> int:
         """The largest micro-batch count of any data-parallel rank; FSDP's collectives hang when ranks differ."""

@@ -3,44 +3,58 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import append_to_dict, rename_dict
-from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, OptimizerConfig
+from verl.workers.config import FSDPActorConfig
 
-from zorro_verl.grouping import Rows
+from zorro_verl.actor_options import advance, check_optimizer, fsdp_options, max_norm
 from zorro_verl.metrics import ShareCounts, skipped_step_metric
-from zorro_verl.micro_batches import MicroBatches, token_budget
+from zorro_verl.micro_batches import MicroBatches, check_count, token_budget
+from zorro_verl.models import check_training, check_window, sliding_window
+from zorro_verl.padded_batch import PaddedBatch
 from zorro_verl.standalone import Standalone
-from zorro_verl.verl_rows import rows_from_verl
 
 logger = logging.getLogger(__name__)
+
+
+class MiniBatch(NamedTuple):
+    """Rows of one optimizer step, and how they are cut; micro-batches count within these rows."""
+
+    rows: Tensor
+    groups: MicroBatches
+    micro_batches: list[list[int]]
 
 
 class DataProtoActor(Standalone):
     """`Standalone` with ``compute_log_prob`` and ``update_policy``.
 
-    Both read ``temperature`` (1 when absent), ``use_dynamic_bsz``, ``max_token_len`` and ``micro_batch_size`` from the
-    batch's ``meta_info``, and what is not there from ``actor_config``: ``use_dynamic_bsz``,
+    Both read ``temperature`` (1 when absent; one float, or ``(B,)``), ``use_dynamic_bsz``, ``max_token_len`` and
+    ``micro_batch_size`` from the batch's ``meta_info``, or from the TensorDict or mapping itself where that is the
+    batch, and what is not there from ``actor_config``: ``use_dynamic_bsz``,
     ``ppo_max_token_len_per_gpu`` and ``ppo_micro_batch_size_per_gpu``. A budget or a size that is there alone needs no
     ``use_dynamic_bsz``. The budget of a micro-batch counts packed tokens, and a size of m rows grants m times the
     longest row; a group is cut only where it alone needs more.
 
     Attributes:
-        optimizer: set it, or the first `update_policy` builds verl's from ``actor_config.optim``.
-        lr_scheduler: stepped once per `update_policy`, as verl does; built with the optimizer, None beside a given one.
+        optimizer: set it, or the first `update_policy` builds verl's from ``actor_config.optim``, whose defaults are
+            AdamW, lr 1e-3, weight decay 0.01 and a constant schedule.
+        lr_scheduler: stepped once per `update_policy`, as verl does, when it is one of this optimizer; built with the
+            optimizer, None beside a given one.
     """
 
-    optimizer: torch.optim.Optimizer | None
-    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    optimizer: Optimizer | None
+    lr_scheduler: LRScheduler | None
 
     def compute_log_prob(self, data: Any, calculate_entropy: bool = False) -> dict[str, Tensor]:
         """Log-probs of all response tokens, in eval mode and without a graph.
@@ -56,7 +70,7 @@ class DataProtoActor(Standalone):
         read = self._read(data)
         batch = read.jagged(read.settings.get("temperature", 1.0), calculate_entropy)
         groups = MicroBatches(read.rows)
-        micro_batches = groups.split(*self._budget(read.settings, read.rows))
+        micro_batches = groups.split(*self._budget(read.settings, groups))
         dtype = torch.float64 if self.module.dtype == torch.float64 else torch.float32
         names = {"log_probs": "log_probs"} | ({"entropy": "entropys"} if calculate_entropy else {})
         result = {name: torch.zeros(read.valid.shape, dtype=dtype, device=read.valid.device) for name in names.values()}
@@ -72,10 +86,19 @@ class DataProtoActor(Standalone):
     def update_policy(self, data: Any) -> dict[str, float]:
         """``ppo_epochs`` over the mini-batches of ``data``, an optimizer step for each, in train mode.
 
-        Mini-batches have ``ppo_mini_batch_size`` rows (all of a smaller batch) and, shuffled or not, the rows that
-        verl's worker takes; gradients that were there before are dropped. The loss is normalised over a mini-batch, so
-        that micro-batches make no difference. A step whose grad norm is not finite, or that has no token in its loss,
-        is skipped with a warning.
+        A mini-batch is ``ppo_mini_batch_size`` consecutive rows of the batch, or with ``shuffle`` the rows that verl's
+        worker draws; a smaller batch is one. Groups are whole in them when rows are ordered by prompt and the size is
+        a multiple of the rows per prompt. The size counts rows here, as in verl's worker; verl's trainer multiplies
+        its own by ``rollout.n`` before the worker sees it.
+
+        The loss is normalised over a mini-batch, so that micro-batches make no difference to the step, with verl's
+        loss modes ``geo_mean``, ``clip_cov`` and ``kl_cov`` excepted, whose formulas work on one micro-batch at a
+        time. The metrics ``ppo_kl`` and ``pg_clipfrac*`` are means over micro-batches.
+
+        Gradients that were there before are dropped, and none are left. They are clipped over all of the model's
+        parameters at ``optim.clip_grad`` or ``grad_clip``, 1 by default. A step whose grad norm is not finite is
+        skipped with a warning, and so is one without a token in the loss, where verl's worker would take a step of
+        zero gradients (with momentum and weight decay).
 
         Args:
             data: a verl ``DataProto`` (or a mapping of tensors) as `compute_policy_loss_and_backward` takes it.
@@ -85,86 +108,102 @@ class DataProtoActor(Standalone):
             ``actor/grad_norm``, ``actor/lr``, ...; and the ``zorro/`` counts over the whole call.
 
         Raises:
-            ValueError: as `compute_policy_loss_and_backward`, or rows that don't divide into mini-batches.
+            ValueError: as `compute_policy_loss_and_backward`; rows that don't divide into mini-batches; a size,
+                budget, optimizer or scheduler that can't be. All of it before the first step.
         """
+        if torch.is_inference_mode_enabled():
+            raise ValueError("update_policy: expected to run outside of torch.inference_mode(), got a call under it")
+        self._check_trainable()
         read, config = self._read(data, self._loss_inputs()), self.actor_config
-        num_rows, epochs = read.rows.num_rows, config.ppo_epochs
-        size = min(config.ppo_mini_batch_size, num_rows)
-        if size < 1 or num_rows % size:
-            raise ValueError(
-                f"ppo_mini_batch_size: expected a divisor of the batch's {num_rows} rows, got "
-                f"{config.ppo_mini_batch_size}; set it in actor_config, or drop rows"
-            )
-        if epochs < 1:
-            raise ValueError(f"ppo_epochs: expected at least 1, got {epochs}; set it in actor_config")
-        batch = read.jagged(read.settings.get("temperature", 1.0), self._needs_entropy(), loss=True)
-        if self.optimizer is None:
-            self.optimizer_config = _fsdp_options(config.optim)
-            self.rank = None  # of no process group; verl's builder prints on rank 0
-            self.optimizer = self._build_optimizer(self.module)
-            self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
+        temperature = read.settings.get("temperature", 1.0)
+        batch = read.jagged(temperature, self._needs_entropy(), self._loss_inputs())
+        norm, mini_batches = max_norm(config), self._mini_batches(read)
+        optimizer, lr_scheduler = self._optimizer()
         loss_config, metrics = self._loss_config(read.width), {}
-        shuffle = {"shuffle": config.shuffle}
-        with torch.enable_grad(), _mode(self.module, training=True):
-            for mini_batch in tu.make_iterator(batch, size, epochs, config.data_loader_seed, shuffle):
-                append_to_dict(metrics, self._update(mini_batch, read.settings, loss_config))
-        self.optimizer.zero_grad()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        try:
+            with torch.enable_grad(), _mode(self.module, training=True):
+                for mini_batch in mini_batches:
+                    self._drop_gradients(optimizer)
+                    append_to_dict(metrics, self._step(batch, mini_batch, loss_config, optimizer, norm))
+                    self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        finally:
+            self._drop_gradients(optimizer)
+        advance(lr_scheduler, optimizer)
         counts = ShareCounts.pop_from(metrics)
-        self._stats = counts.summary(epochs)
-        metrics["lr"] = [self.optimizer.param_groups[0]["lr"]]
+        self._stats = counts.summary(config.ppo_epochs)
+        metrics["lr"] = [optimizer.param_groups[0]["lr"]]
         logged = reduce_metrics(rename_dict(metrics, "actor/"))
-        return {name: float(value) for name, value in logged.items()} | counts.step_metrics(epochs)
+        return {name: float(value) for name, value in logged.items()} | counts.step_metrics(config.ppo_epochs)
 
-    def _update(self, mini_batch: TensorDict, settings: Mapping[str, Any], config: FSDPActorConfig) -> dict[str, Any]:
+    def _mini_batches(self, read: PaddedBatch) -> list[MiniBatch]:
+        """Every step of an `update_policy`, cut and checked: what can't be done is known before the first of them."""
+        config, in_config = self.actor_config, "; set it in actor_config"
+        num_rows, epochs = read.rows.num_rows, check_count("ppo_epochs", config.ppo_epochs, in_config)
+        size = min(check_count("ppo_mini_batch_size", config.ppo_mini_batch_size, in_config), num_rows)
+        if num_rows % size:
+            raise ValueError(
+                f"ppo_mini_batch_size: expected a divisor of the batch's {num_rows} rows, got {size}; set it in "
+                "actor_config, or drop rows"
+            )
+        groups, result = MicroBatches(read.rows), []
+        check_training(self.module.config, training=True)
+        check_window(sliding_window(self.module.config), groups.longest_row)
+        index = TensorDict({"row": torch.arange(num_rows)}, batch_size=num_rows)
+        shuffle = {"shuffle": config.shuffle}
+        for part in tu.make_iterator(index, size, epochs, config.data_loader_seed, shuffle):
+            own = groups.select(part["row"].tolist())
+            micro_batches = own.split(*self._budget(read.settings, own))
+            if self._dense:
+                own.check_dense(micro_batches, self.options.use_split_attention)
+            result.append(MiniBatch(part["row"], own, micro_batches))
+        return result
+
+    def _optimizer(self) -> tuple[Optimizer, LRScheduler | None]:
+        """The user's, or verl's as ``actor_config.optim`` says."""
+        optimizer, lr_scheduler = self.optimizer, self.lr_scheduler
+        if optimizer is None:
+            self.optimizer_config = fsdp_options(self.actor_config.optim)
+            self.rank = None  # of no process group; verl's builder prints on rank 0
+            optimizer = self._build_optimizer(self.module)
+            lr_scheduler = self._build_lr_scheduler(optimizer)
+        check_optimizer(optimizer, lr_scheduler, self.module)
+        return optimizer, lr_scheduler
+
+    def _drop_gradients(self, optimizer: Optimizer) -> None:
+        """Those of parameters in no optimizer, too: they would count in the norm that is clipped."""
+        optimizer.zero_grad()
+        self.module.zero_grad()
+
+    def _step(
+        self, batch: TensorDict, step: MiniBatch, config: FSDPActorConfig, optimizer: Optimizer, norm: float
+    ) -> dict[str, Any]:
         """One optimizer step; its metrics by the names of verl's worker, and its counts as lists."""
-        rows = rows_from_verl(mini_batch)
-        groups = MicroBatches(rows)
-        micro_batches = groups.split(*self._budget(settings, rows))
-        self.optimizer.zero_grad()
-        loss, metrics = self._accumulate(mini_batch, micro_batches, config)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), _max_norm(config)).item()
+        mini_batch = tu.index_select_tensor_dict(batch, step.rows)
+        loss, metrics = self._accumulate(mini_batch, step.micro_batches, config)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), norm).item()
         empty = not bool(mini_batch["response_mask"].values().any())
-        skipped = empty or not torch.isfinite(torch.tensor(grad_norm)).item()
+        skipped = empty or not math.isfinite(grad_norm)
         if skipped:
             reason = "no token of the mini-batch is in the loss" if empty else f"grad_norm is {grad_norm}"
             logger.warning("%s: this optimizer step was skipped", reason)
         else:
-            self.optimizer.step()
+            optimizer.step()
         metrics |= {"loss": loss, "grad_norm": grad_norm}
-        return metrics | groups.counts(micro_batches).to_metrics() | skipped_step_metric(skipped)
+        return metrics | step.groups.counts(step.micro_batches).to_metrics() | skipped_step_metric(skipped)
 
-    def _budget(self, settings: Mapping[str, Any], rows: Rows) -> tuple[int, str]:
+    def _budget(self, settings: Mapping[str, Any], groups: MicroBatches) -> tuple[int, str]:
         config = self.actor_config
-        size = config.ppo_micro_batch_size_per_gpu or config.ppo_micro_batch_size
+        sizes = (config.ppo_micro_batch_size_per_gpu, config.ppo_micro_batch_size)
+        size = next((size for size in sizes if size is not None), None)
         given = {"max_token_len", "micro_batch_size"} & settings.keys()
         dynamic = given == {"max_token_len"} if len(given) == 1 else config.use_dynamic_bsz
         budget, key = token_budget(
             settings.get("use_dynamic_bsz", dynamic),
             settings.get("max_token_len", config.ppo_max_token_len_per_gpu),
             settings.get("micro_batch_size", size),
-            int(rows.lens.max()),
+            groups.longest_row,
         )
         return budget, f"{key}, or max_token_len and micro_batch_size in meta_info"
-
-
-def _fsdp_options(optim: OptimizerConfig) -> FSDPOptimizerConfig:
-    """verl's dataclass holds the base class unless told otherwise, and its builder reads fields of the derived one."""
-    if isinstance(optim, FSDPOptimizerConfig):
-        return optim
-    return FSDPOptimizerConfig(**{field.name: getattr(optim, field.name) for field in fields(OptimizerConfig)})
-
-
-def _max_norm(config: FSDPActorConfig) -> float:
-    """verl's engine clips at ``optim.clip_grad``, its older actor did at ``grad_clip``: whichever differs from 1."""
-    asked = {norm for norm in (config.optim.clip_grad, config.get("grad_clip", 1.0)) if norm != 1.0}
-    if len(asked) > 1:
-        raise ValueError(
-            f"grad_clip: expected the value of optim.clip_grad, {config.optim.clip_grad}, got {config.grad_clip}; "
-            "set one of the two in actor_config"
-        )
-    return asked.pop() if asked else 1.0
 
 
 @contextmanager

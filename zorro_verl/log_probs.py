@@ -57,10 +57,7 @@ def log_probs_from_hidden(
         hidden: ``(R, E)``; weight: ``(V, E)``; bias: ``(V,)`` or None. Under autocast both are cast as a linear is.
         labels, temperature, calculate_entropy: as in `log_probs_from_logits`.
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    hidden, weight, bias = (_autocast(x) for x in (hidden, weight, bias))
     inverse = _inverse_temperature(temperature, hidden)
     log_probs, entropy = _FromHidden.apply(hidden, weight, bias, labels, inverse, calculate_entropy)
     return log_probs, entropy if calculate_entropy else None
@@ -196,6 +193,13 @@ def _inverse_temperature(temperature: float | Tensor, like: Tensor) -> Tensor | 
             f"got shape {tuple(temperature.shape)}"
         )
     return temperature.clamp(min=MIN_TEMPERATURE).reciprocal().expand(like.shape[0])
+
+
+def _autocast(x: Tensor | None) -> Tensor | None:
+    """As autocast casts the arguments of a linear: float64 stays what it is."""
+    if x is None or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
 
+from zorro_verl.attention import MAX_REFERENCE_TOKENS
 from zorro_verl.batching import packed_tokens, split_micro_batches
 from zorro_verl.grouping import Rows, prompt_fingerprints
 from zorro_verl.metrics import ShareCounts
+from zorro_verl.options import CONFIG_KEY
 
 
 class MicroBatches:
@@ -16,6 +21,18 @@ class MicroBatches:
         self.fingerprints: list[int] = prompt_fingerprints(rows).tolist()
         self.prompt_lens: list[int] = rows.prompt_lens.tolist()
         self.response_lens: list[int] = rows.response_lens.tolist()
+
+    def select(self, rows: Sequence[int]) -> MicroBatches:
+        """These rows alone, in this order."""
+        part = copy.copy(self)
+        part.fingerprints = [self.fingerprints[row] for row in rows]
+        part.prompt_lens = [self.prompt_lens[row] for row in rows]
+        part.response_lens = [self.response_lens[row] for row in rows]
+        return part
+
+    @property
+    def longest_row(self) -> int:
+        return max(map(sum, zip(self.prompt_lens, self.response_lens, strict=True)))
 
     def split(self, budget: int, budget_key: str, min_count: int = 1) -> list[list[int]]:
         """Rows of each micro-batch, see `zorro_verl.batching.split_micro_batches`."""
@@ -36,6 +53,27 @@ class MicroBatches:
             )
         return counts
 
+    def check_dense(self, micro_batches: Sequence[Sequence[int]], split: bool) -> None:
+        """The dense reference builds a mask over a whole micro-batch; unless ``split``, over its rows as they were.
+
+        Raises:
+            ValueError: a micro-batch that is too long for it.
+        """
+        counts = [self.counts([rows]) for rows in micro_batches]
+        longest = max(count.tokens_packed if split else count.tokens_total for count in counts)
+        if longest > MAX_REFERENCE_TOKENS:
+            raise ValueError(
+                f"{CONFIG_KEY}.attn_implementation: expected micro-batches of at most {MAX_REFERENCE_TOKENS} tokens "
+                f"with eager, got one of {longest}; use sdpa or a smaller token budget"
+            )
+
+
+def check_count(name: str, value: Any, instead: str = "") -> int:
+    """``value`` as an int of at least 1, or a ValueError that names it and says what to do ``instead``."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}{instead}")
+    return int(value)
+
 
 def token_budget(
     use_dynamic_bsz: bool, max_token_len: int | None, micro_batch_size: int | None, longest_row: int
@@ -45,21 +83,22 @@ def token_budget(
     Without dynamic batch sizes the micro-batch size is a grant of memory: that many rows as long as the longest.
 
     Raises:
-        ValueError: the setting that counts is None, or a size below 1.
+        ValueError: the setting that counts is None or no integer of at least 1.
     """
+    if not isinstance(use_dynamic_bsz, bool):
+        raise ValueError(f"use_dynamic_bsz: expected True or False, got {use_dynamic_bsz!r}")
     if use_dynamic_bsz:
         if max_token_len is None:
             raise ValueError(
                 "max_token_len_per_gpu: expected a token budget with use_dynamic_bsz=True, got none; set "
                 "actor_rollout_ref.actor.ppo_max_token_len_per_gpu (rollout/ref: log_prob_max_token_len_per_gpu)"
             )
-        return int(max_token_len), "ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu for log-probs)"
+        key = "ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu for log-probs)"
+        return check_count(f"max_token_len_per_gpu, {key}", max_token_len), key
     if micro_batch_size is None:
         raise ValueError(
             "micro_batch_size_per_gpu: expected a size with use_dynamic_bsz=False, got none; set "
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu (rollout/ref: log_prob_micro_batch_size_per_gpu)"
         )
     key = "ppo_micro_batch_size_per_gpu (log_prob_micro_batch_size_per_gpu for log-probs)"
-    if micro_batch_size < 1:
-        raise ValueError(f"{key}: expected at least 1 row, got {micro_batch_size}")
-    return int(micro_batch_size) * longest_row, key
+    return check_count(f"micro_batch_size_per_gpu, {key}", micro_batch_size) * longest_row, key

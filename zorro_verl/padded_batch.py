@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -11,48 +10,51 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from zorro_verl.grouping import Rows, exclusive_cumsum, ranges
-from zorro_verl.verl_rows import check_tokens
+from zorro_verl.verl_rows import check_text_only, check_tokens
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 LOSS_INPUTS = ("old_log_probs", "advantages")
-OPTIONAL_LOSS_INPUTS = ("ref_log_prob", "rollout_is_weights")
+TENSORS = INPUTS + LOSS_INPUTS + ("response_mask", "ref_log_prob", "rollout_is_weights")
+SETTINGS = ("temperature", "use_dynamic_bsz", "max_token_len", "micro_batch_size")
+MEDIA = "multi_modal_inputs"
 
 
 class PaddedBatch:
     """One batch on the model's device.
 
     Args:
-        batch: a mapping of tensors, a TensorDict or a verl ``DataProto``.
+        batch: a mapping of tensors, a TensorDict or a verl ``DataProto``. None is as good as absent.
         device: where the model is.
         vocabulary: token ids that the model has.
         required: keys that this call needs beside `INPUTS`.
 
     Attributes:
-        tensors: the batch's tensors by name, where the user put them.
-        settings: a DataProto's ``meta_info``, else empty.
+        tensors: those of `TENSORS` that are there, where the user put them.
+        settings: those of `SETTINGS` that are there: in a DataProto's ``meta_info``, or beside the tensors, as
+            ``DataProto.to_tensordict`` puts them.
         rows: the batch without its padding.
         valid: ``(B, R)`` bool on the device: which columns of ``responses`` hold a token.
 
     Raises:
-        ValueError: a missing key, a wrong shape or dtype, images, or a row without a prompt.
+        ValueError: a missing key, one that is no tensor or is there twice, a wrong shape or dtype, images, or a row
+            without a prompt.
     """
 
     def __init__(self, batch: Any, device: torch.device, vocabulary: int, required: tuple[str, ...] = ()):
-        is_data_proto = hasattr(batch, "meta_info")
-        source = batch.batch if is_data_proto else batch
-        if not hasattr(source, "items"):
-            raise ValueError(f"batch: expected a mapping of tensors or a DataProto, got {type(batch).__name__}")
-        if is_data_proto and any(batch.non_tensor_batch.get("multi_modal_inputs", ())):
-            raise ValueError("multi_modal_inputs: expected text-only rows, got images or other media")
-        self.settings: Mapping[str, Any] = batch.meta_info if is_data_proto else {}
-        self.tensors = {str(key): value for key, value in source.items() if isinstance(value, Tensor)}
+        fields = _fields(batch)
+        check_text_only(fields.get(MEDIA, ()))
+        self.settings = {key: _scalar(fields[key]) for key in SETTINGS if key in fields}
+        self.tensors = {key: fields[key] for key in TENSORS if key in fields}
+        for key, value in self.tensors.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{key}: expected a tensor, got {type(value).__name__}; use torch.as_tensor")
         keys = INPUTS + required
         missing = [key for key in keys if key not in self.tensors]
         if missing:
-            raise ValueError(f"batch: expected the keys {list(keys)}, got no {missing} in {sorted(self.tensors)}")
-        responses = self.tensors["responses"]
-        if responses.dim() != 2 or responses.shape[0] != self.tensors["input_ids"].shape[0]:
-            raise ValueError(f"responses: expected (B, R), got {tuple(responses.shape)}")
+            raise ValueError(f"batch: expected the keys {list(keys)}, got no {missing} beside {sorted(fields)}")
+        responses, num_rows = self.tensors["responses"], len(torch.atleast_1d(self.tensors["input_ids"]))
+        if responses.is_nested or responses.dim() != 2 or responses.shape[0] != num_rows:
+            raise ValueError(f"responses: expected padded (B, R), got {tuple(responses.shape)}")
         self.width = responses.shape[1]
         ids, mask, positions = (self.tensors[name].to(device) for name in INPUTS[:3])
         self.rows = rows = Rows.from_padded(ids, mask, positions, self.width)
@@ -66,13 +68,16 @@ class PaddedBatch:
                 "others; input_ids are left-padded prompts followed by these responses"
             )
 
-    def jagged(self, temperature: float | Tensor, calculate_entropy: bool, loss: bool = False) -> TensorDict:
-        """verl's layout: jagged rows of valid tokens, and with ``loss`` what its policy loss reads.
+    def jagged(
+        self, temperature: float | Tensor, calculate_entropy: bool, loss_inputs: tuple[str, ...] = ()
+    ) -> TensorDict:
+        """verl's layout: jagged rows of valid tokens, and beside ``loss_inputs`` the mask of tokens in the loss.
 
         Args:
             temperature: one float, or ``(B,)``.
             calculate_entropy: whether the entropy is wanted.
-            loss: whether the batch is trained on.
+            loss_inputs: what the policy loss reads, for a batch that is trained on; ``rollout_is_weights`` too where
+                it is there. Zero at tokens that are not in the loss, for NaN times a mask of 0 is NaN.
         """
         rows, device = self.rows, self.rows.tokens.device
         if not isinstance(temperature, Tensor | Real) or isinstance(temperature, bool):
@@ -86,12 +91,15 @@ class PaddedBatch:
             "input_ids": _nested(rows.tokens, rows.lens),
             "position_ids": _nested(rows.position_ids, rows.lens),
             "prompts": _nested(rows.tokens[prompt_tokens], rows.prompt_lens),
-            "responses": self._response("responses"),
+            "responses": _nested(self._of_responses("responses"), rows.response_lens),
         }
-        if loss:
-            names = LOSS_INPUTS + tuple(name for name in OPTIONAL_LOSS_INPUTS if name in self.tensors)
-            fields |= {name: self._response(name) for name in names}
-            fields["response_mask"] = self._response("response_mask")
+        if loss_inputs:
+            # A bool, which the loss sums exactly; all tokens when there is no mask.
+            in_loss = self._of_responses("response_mask") != 0
+            fields["response_mask"] = _nested(in_loss, rows.response_lens)
+            for name in loss_inputs + tuple({"rollout_is_weights"} & self.tensors.keys()):
+                values = self._of_responses(name).masked_fill(~in_loss, 0)
+                fields[name] = _nested(values, rows.response_lens)
         data = TensorDict(fields, batch_size=rows.num_rows)
         if isinstance(temperature, Tensor) and temperature.dim() > 0:
             data["temperature"] = temperature.to(device)
@@ -105,13 +113,33 @@ class PaddedBatch:
         valid = self.valid[rows]
         into[rows] = into.new_zeros(valid.shape).masked_scatter(valid, values)
 
-    def _response(self, name: str) -> Tensor:
+    def _of_responses(self, name: str) -> Tensor:
         value = self.tensors.get(name, self.valid) if name == "response_mask" else self.tensors[name]
-        if name == "response_mask":
-            value = value != 0  # summed by the loss, which in a short dtype would round
         if value.shape != self.valid.shape:
             raise ValueError(f"{name}: expected (B, R) = {tuple(self.valid.shape)}, got {tuple(value.shape)}")
-        return _nested(value.to(self.valid.device)[self.valid], self.rows.response_lens)
+        return value.detach().to(self.valid.device)[self.valid]
+
+
+def _fields(batch: Any) -> dict[str, Any]:
+    """What is read here of all that the batch holds, by name."""
+    parts = (batch.batch, batch.non_tensor_batch, batch.meta_info) if hasattr(batch, "meta_info") else (batch,)
+    fields: dict[str, Any] = {}
+    for part in parts:
+        if part is None and len(parts) > 1:
+            continue
+        if not hasattr(part, "keys"):
+            raise ValueError(f"batch: expected a mapping of tensors or a DataProto, got {type(part).__name__}")
+        for key in (*TENSORS, *SETTINGS, MEDIA):
+            value = part[key] if key in part.keys() else None  # items() of a TensorDict would wrap what is no tensor
+            if value is not None and key in fields:
+                raise ValueError(f"{key}: expected once in a DataProto, got it beside the tensors and in meta_info")
+            if value is not None:
+                fields[key] = value
+    return fields
+
+
+def _scalar(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
 def _nested(values: Tensor, lens: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from verl.utils.py_functional import append_to_dict
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
+from zorro_verl.actor_options import resolve_device, resolve_dtype, resolve_options
 from zorro_verl.metrics import ShareCounts
-from zorro_verl.micro_batches import MicroBatches
+from zorro_verl.micro_batches import MicroBatches, check_count
 from zorro_verl.models import check_supported, install
 from zorro_verl.options import ZorroOptions
 from zorro_verl.padded_batch import LOSS_INPUTS, PaddedBatch
@@ -83,9 +84,14 @@ class Standalone:
             model_name_or_path: a hub name or a folder; no tokenizer is needed.
             device: where the model runs.
             logits_optimization, use_split_attention, attn_implementation: see `ZorroOptions`.
-            dtype: a torch dtype or its name; the checkpoint's own when None.
+            dtype: float64, float32, bfloat16 or float16, as a torch dtype or its name; the checkpoint's own when None.
             actor_config: options of verl's policy loss, and sizes, epochs and optimizer of ``update_policy``; verl's
-                defaults when None, with micro-batches under its token budget. Copied.
+                defaults when None, with micro-batches under its token budget. Copied. What configures verl's worker
+                (FSDP, checkpoints, the profiler) is not read.
+
+        Raises:
+            ValueError: a model, device, dtype or option that can't be, or an option of ``actor_config`` that would be
+                ignored.
         """
         if not isinstance(model_name_or_path, str | os.PathLike):
             raise ValueError(
@@ -94,20 +100,19 @@ class Standalone:
             )
         if not isinstance(actor_config, FSDPActorConfig | None):
             raise ValueError(f"actor_config: expected a verl FSDPActorConfig, got {type(actor_config).__name__}")
-        self.options = ZorroOptions(
+        self.actor_config = copy.deepcopy(actor_config) if actor_config is not None else _default_actor_config()
+        options = ZorroOptions(
             attn_implementation=attn_implementation,
             use_split_attention=use_split_attention,
             logits_optimization=logits_optimization,
         )
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device: expected one that is there, got {device!r} without CUDA; use device='cpu'")
+        self.options = resolve_options(options, self.actor_config)
+        device, dtype = resolve_device(device), resolve_dtype(dtype)
         check_supported(AutoConfig.from_pretrained(model_name_or_path))
-        model = AutoModelForCausalLM.from_pretrained(
-            model_name_or_path, dtype=_dtype(dtype), attn_implementation="sdpa"
-        )
+        model = AutoModelForCausalLM.from_pretrained(model_name_or_path, dtype=dtype, attn_implementation="sdpa")
         self.module = model.to(device)
         install(self.module, attn_implementation, use_split_attention)
-        self.actor_config = copy.deepcopy(actor_config) if actor_config is not None else _default_actor_config()
+        self._dense = self.module.forward.kernels is None
         self.optimizer = self.lr_scheduler = None
         self._stats = ShareCounts().summary()
         for name in ENGINE_METHODS:
@@ -120,8 +125,9 @@ class Standalone:
 
     @property
     def stats(self) -> Mapping[str, Any]:
-        """The last call's counts: tokens_total, tokens_packed, token_ratio, groups, groups_split, fallback."""
-        return MappingProxyType(dict(self._stats))
+        """The last call's tokens_total, tokens_packed, token_ratio, groups, groups_split and fallback; read-only."""
+        fallback = MappingProxyType(dict(self._stats["fallback"]))
+        return MappingProxyType({**self._stats, "fallback": fallback})
 
     def forward(
         self,
@@ -135,12 +141,12 @@ class Standalone:
             batch: a mapping of tensors, a TensorDict or a verl ``DataProto``: ``input_ids`` ``(B, S)`` int64,
                 ``attention_mask`` and ``position_ids`` ``(B, S)``, ``responses`` ``(B, R)``. Rows come in any order;
                 padding may lie anywhere.
-            temperature: one float, or ``(B,)``; divides the logits.
+            temperature: one float, or ``(B,)``; divides the logits. One that stands in the batch is not read here.
             calculate_entropy: whether to compute the entropy.
 
         Raises:
-            ValueError: a missing key, a wrong shape or dtype, ``responses`` that are not the end of ``input_ids``, or
-                a row without a prompt.
+            ValueError: a missing key, one that holds no tensor, a wrong shape or dtype, ``responses`` that are not the
+                end of ``input_ids``, or a row without a prompt.
         """
         read = self._read(batch)
         inputs, _ = self.prepare_model_inputs(read.jagged(temperature, calculate_entropy))
@@ -155,17 +161,26 @@ class Standalone:
 
         Args:
             batch: as for `forward`, with ``old_log_probs`` and ``advantages`` ``(B, R)``, and optionally
-                ``response_mask`` (which response tokens enter the loss) and ``ref_log_prob``.
-            temperature: one float, or ``(B,)``.
+                ``response_mask`` (which response tokens enter the loss; what stands elsewhere is not read),
+                ``rollout_is_weights``, and ``ref_log_prob``, which ``use_kl_loss`` needs and nothing else reads.
+            temperature: one float, or ``(B,)``; one that stands in the batch is not read here.
             gradient_accumulation: how many calls one optimizer step is made of. ``.grad`` is added to.
 
         Returns:
             verl's loss metrics as floats; ``actor/policy_loss`` is the undivided loss.
+
+        Raises:
+            ValueError: as `forward`; gradients that are switched off; or a model whose parameters are all frozen.
         """
-        if gradient_accumulation < 1:
-            raise ValueError(f"gradient_accumulation: expected at least 1, got {gradient_accumulation}")
+        check_count("gradient_accumulation", gradient_accumulation)
+        if not torch.is_grad_enabled():
+            raise ValueError(
+                "compute_policy_loss_and_backward: expected gradients to be on, got a call under torch.no_grad() or "
+                "torch.inference_mode(); use forward or compute_log_prob there"
+            )
+        self._check_trainable()
         read = self._read(batch, self._loss_inputs())
-        data = read.jagged(temperature, self._needs_entropy(), loss=True)
+        data = read.jagged(temperature, self._needs_entropy(), self._loss_inputs())
         whole = [range(read.rows.num_rows)]
         loss, metrics = self._accumulate(data, whole, self._loss_config(read.width), gradient_accumulation)
         self._count_whole(read)
@@ -203,6 +218,13 @@ class Standalone:
     def _count_whole(self, read: PaddedBatch) -> None:
         self._stats = MicroBatches(read.rows).counts([range(read.rows.num_rows)]).summary()
 
+    def _check_trainable(self) -> None:
+        if not any(p.requires_grad for p in self.module.parameters()):
+            raise ValueError(
+                "actor.model: expected parameters that require a gradient, got all of them frozen; use forward or "
+                "compute_log_prob, or requires_grad_(True)"
+            )
+
     def _loss_inputs(self) -> tuple[str, ...]:
         return LOSS_INPUTS + (("ref_log_prob",) if self.actor_config.use_kl_loss else ())
 
@@ -216,17 +238,6 @@ class Standalone:
         if config.loss_scale_factor is None:
             object.__setattr__(config, "loss_scale_factor", width)
         return config
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
-    if dtype is None:
-        return "auto"
-    if isinstance(dtype, str):
-        found = getattr(torch, dtype.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"dtype: expected a torch dtype or its name, got {dtype!r}")
-        return found
-    return dtype
 
 
 def _default_actor_config() -> FSDPActorConfig:

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from verl.utils.model import update_model_config
 from verl.workers.config import FSDPActorConfig
 
+from zorro_verl.actor_options import check_options
 from zorro_verl.models import check_supported, check_training, check_window, sliding_window
 from zorro_verl.options import ZorroOptions
 
@@ -48,21 +49,10 @@ def spread_options(config: DictConfig) -> None:
 
 def check_run(config: DictConfig) -> None:
     """Refuse, while nothing has been started yet, what ``strategy=zorro`` would get wrong or leave without effect."""
-    for key in (
-        "actor_rollout_ref.actor.use_prefix_grouper",
-        "actor_rollout_ref.actor.pad_to_length",
-        "actor_rollout_ref.model.use_fused_kernels",
-        "actor_rollout_ref.model.use_liger",
-        "distillation.enabled",
-    ):
-        if OmegaConf.select(config, key, default=False):
-            raise ValueError(f"{key}: expected False with actor.strategy=zorro, got True; or use strategy=fsdp2")
-    sequence_parallel = OmegaConf.select(config, "actor_rollout_ref.actor.ulysses_sequence_parallel_size", default=1)
-    if sequence_parallel > 1:
-        raise ValueError(
-            "actor_rollout_ref.actor.ulysses_sequence_parallel_size: expected 1 with actor.strategy=zorro, "
-            f"got {sequence_parallel}; or use strategy=fsdp2"
-        )
+    for place in ("actor_rollout_ref.actor", "actor_rollout_ref.model"):
+        check_options(OmegaConf.select(config, place), place)
+    if OmegaConf.select(config, "distillation.enabled", default=False):
+        raise ValueError("distillation.enabled: expected False with actor.strategy=zorro, got True; use strategy=fsdp2")
     if OmegaConf.select(config, "critic.strategy") == "zorro":
         raise ValueError("critic.strategy: expected fsdp2 or fsdp, got zorro; it is for actor and reference only")
     if OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async":

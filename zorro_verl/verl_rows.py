@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from tensordict import TensorDict
 
@@ -30,11 +32,8 @@ def rows_from_verl(data: TensorDict) -> Rows:
             raise ValueError(f"{name}: expected jagged rows without holes (verl's no-padding layout)")
         if value.is_floating_point():
             raise ValueError(f"{name}: expected integers, got {value.dtype}")
-    if any(inputs for inputs in _per_row(data, "multi_modal_inputs")):
-        raise ValueError(
-            "multi_modal_inputs: expected text-only rows for this model type, got images or other media; "
-            "use actor_rollout_ref.actor.strategy=fsdp2"
-        )
+    if "multi_modal_inputs" in data.keys():
+        check_text_only(data["multi_modal_inputs"])
     if responses.is_nested:
         response_lens = responses.offsets().diff()
     elif "attention_mask" in data.keys():
@@ -78,8 +77,10 @@ def check_tokens(rows: Rows, vocabulary: int) -> None:
         raise ValueError(f"input_ids: expected tokens in 0..{vocabulary - 1}, got {low}..{high}")
 
 
-def _per_row(data: TensorDict, key: str) -> list:
-    if key not in data.keys():
-        return []
-    value = data[key]
-    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, torch.Tensor) else list(value)
+def check_text_only(multi_modal_inputs: Iterable) -> None:
+    """Raise a ValueError for media in any row: ``multi_modal_inputs`` holds a dict (or None) for each."""
+    if any(map(bool, multi_modal_inputs)):
+        raise ValueError(
+            "multi_modal_inputs: expected text-only rows for this model type, got images or other media; "
+            "use actor_rollout_ref.actor.strategy=fsdp2"
+        )
