@@ -219,6 +219,27 @@ def test_several_sequences_in_one_row(use_cache):
         assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT64
 
 
+def test_several_sequences_in_one_row_under_checkpointing():
+    """transformers makes no cache then, whatever the config says."""
+    model, plain = (m.train() for m in pair())
+    for m in (model, plain):
+        m.gradient_checkpointing_enable()
+    patched(model)
+    ids, positions = tokens(12, torch.Generator().manual_seed(5))[None], torch.arange(6).repeat(2)[None]
+    got, expected = (m(ids, position_ids=positions).logits for m in (model, plain))
+    torch.testing.assert_close(got, expected, atol=FLOAT64, rtol=0)
+
+
+def test_the_config_may_change_while_patched():
+    model, _ = pair("mistral", sliding_window=100)
+    patched(model)
+    model.config.output_hidden_states = True
+    assert len(model(BATCH["input_ids"]).hidden_states) == 3
+    model.config.sliding_window = 4
+    with pytest.raises(ValueError, match="sliding_window: expected rows of at most 4"):
+        model(BATCH["input_ids"])
+
+
 def test_a_mask_for_all_rows():
     model, plain = pair()
     patched(model)
@@ -686,6 +707,23 @@ def test_checkpointing_with_the_backward_after_the_block(reentrant, output):
     assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT64
     assert torch.equal(model(BATCH["input_ids"]).logits, plain(BATCH["input_ids"]).logits)
     assert all(m.__dict__.get("config", model.config) is model.config for m in model.modules())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "wrap", [lambda f, m: types.MethodType(f, m), lambda f, m: lambda *args, **kwargs: f(*args, **kwargs)]
+)
+def test_checkpointing_step_after_step_under_a_wrap(reentrant, wrap):
+    model, plain = pair()
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    patched(model)
+    model.forward = wrap(model.forward, model)
+    for _ in range(3):
+        loss_of(call(model)).backward()
+        loss_of(row_logits(plain)).backward()
+    assert worst_gradient(gradients(plain), gradients(model)) <= 3 * FLOAT64
 
 
 def test_an_error_in_such_a_backward_is_no_lasting_harm():

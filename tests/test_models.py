@@ -5,6 +5,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+import types
 from functools import cache
 from threading import Thread
 
@@ -550,6 +551,13 @@ def test_uninstall_leaves_nothing():
     assert_rows(oracle()[0], per_row(model, ROWS))
     with pytest.raises(ValueError, match="seam installed.*plain Qwen3ForCausalLM"):
         uninstall(model)
+
+
+def test_uninstall_of_a_seam_that_was_bound_to_its_model():
+    model = installed(plain_model())
+    model.forward = types.MethodType(model.forward, model)
+    uninstall(model)
+    assert vars(model).keys() == vars(plain_model()).keys()
 
 
 def test_installing_twice_replaces_the_seam():

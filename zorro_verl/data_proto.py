@@ -145,6 +145,8 @@ class DataProtoActor(Standalone):
                 f"ppo_mini_batch_size: expected a divisor of the batch's {num_rows} rows, got {size}; set it in "
                 "actor_config, or drop rows"
             )
+        if type(config.data_loader_seed) is not int:
+            raise ValueError(f"data_loader_seed: expected an int, got {config.data_loader_seed!r}{in_config}")
         groups, result = MicroBatches(read.rows), []
         check_training(self.module.config, training=True)
         check_window(sliding_window(self.module.config), groups.longest_row)

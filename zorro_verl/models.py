@@ -119,13 +119,12 @@ class SeamForward:
         self.model = model
         self.kernels = kernels
         self.split = split
-        self.window = sliding_window(model.config)
 
     def attach(self) -> None:
         """Become the model's forward, in place of another seam if there is one."""
         previous = self.model.__dict__.get("forward")
-        if isinstance(previous, SeamForward):
-            previous.detach()
+        if seam := seam_of(self.model):
+            seam.detach()
         elif getattr(previous, "__func__", previous) not in (None, type(self.model).forward):
             raise ValueError(
                 f"model.forward: expected the one of {type(self.model).__name__}, got {name_of(previous)}, which "
@@ -152,10 +151,14 @@ class SeamForward:
 
     def _set_layer_config(self, config: PretrainedConfig) -> None:
         for module in self.model.modules():
-            current = module.__dict__.get("config")
-            led = getattr(current, "_attn_implementation", None) == ATTENTION_NAME
-            if not isinstance(module, PreTrainedModel) and (led or current is self.model.config):
+            if not isinstance(module, PreTrainedModel) and (
+                _is_led(module) or module.__dict__.get("config") is self.model.config
+            ):
                 module.config = config
+
+    def leads(self) -> bool:
+        """Whether layers of the model ask for a seam's attention now, this one's or another's."""
+        return any(map(_is_led, self.model.modules()))
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -196,8 +199,19 @@ class SeamForward:
         """What every layer of a call gets as ``zorro=``, after the checks that need the call's rows."""
         check_causal(self.model.config)
         check_training(self.model.config, self.model.training)
-        check_window(self.window, plan.longest_row)
+        check_window(sliding_window(self.model.config), plan.longest_row)
         return SharedAttention(plan, self.kernels, self.split)
+
+
+def seam_of(model: PreTrainedModel) -> SeamForward | None:
+    """The seam that runs when ``model`` is called, if it has one; accelerate may have bound it to the model."""
+    forward = model.__dict__.get("forward")
+    forward = getattr(forward, "__func__", forward)
+    return forward if isinstance(forward, SeamForward) else None
+
+
+def _is_led(module: nn.Module) -> bool:
+    return getattr(module.__dict__.get("config"), "_attn_implementation", None) == ATTENTION_NAME
 
 
 def _head(lm_head: nn.Module, hidden: Tensor, zorro: SharedPrompt) -> tuple[Tensor, Tensor | None]:
@@ -247,8 +261,8 @@ def install(
 
 def uninstall(model: PreTrainedModel) -> None:
     """Take the seam off again; nothing of it is left on the model."""
-    seam = model.__dict__.get("forward")
-    if not isinstance(seam, SeamForward):
+    seam = seam_of(model)
+    if seam is None:
         raise ValueError(f"model: expected one with the seam installed, got a plain {type(model).__name__}")
     seam.detach()
 

@@ -85,8 +85,9 @@ class PatchedCall:
             "attention_mask": no_mask(values),
             "use_cache": False,
             "logits_to_keep": needed[padding:],
-            "output_hidden_states": given.get("output_hidden_states"),
         }
+        if "output_hidden_states" in given:  # else the config decides
+            self.inputs["output_hidden_states"] = given["output_hidden_states"]
 
 
 def _batch(given: Mapping[str, Any]) -> tuple[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from zorro_verl.metrics import call_stats
-from zorro_verl.models import SeamForward, kernels_for
+from zorro_verl.models import SeamForward, kernels_for, seam_of
 from zorro_verl.patched_call import UNSHARED_REASONS, PatchedCall
 from zorro_verl.reconstruct import gather_rows
 from zorro_verl.varlen import Kernels
@@ -81,8 +81,7 @@ class PatchedForward(SeamForward):
     def retire(self) -> None:
         """Go for good: now, or when what is on top of it goes."""
         self.retired = True
-        if is_forward_of(self, self.model):
-            self.model.forward = self
+        if seam_of(self.model) is self:
             self.detach()
             outer = self.outer
             while isinstance(outer, PatchedForward) and outer.retired:
@@ -125,7 +124,7 @@ class PatchedForward(SeamForward):
                 output.register_hook(self._lead_backward)
 
     def _lead_backward(self, grad: Tensor) -> None:
-        if not isinstance(self.model.__dict__.get("forward"), SeamForward):
+        if not self.leads():
             self.lead_layers()
             torch.autograd.Variable._execution_engine.queue_callback(self.release_layers)
 
@@ -135,11 +134,12 @@ class PatchedForward(SeamForward):
         if self.generating[get_ident()]:
             return None
         model, config = self.model, self.model.config
+        runs_again = model.training and model.is_gradient_checkpointing  # transformers then makes no cache
         arguments = self.__signature__.bind(*args, **kwargs).arguments
         arguments |= arguments.pop("kwargs", {})
         if config.output_attentions:
             arguments.setdefault("output_attentions", True)
-        call = PatchedCall(arguments, self.response_length, config.use_cache)
+        call = PatchedCall(arguments, self.response_length, config.use_cache and not runs_again)
         call.temperature = self.temperature if call.temperature is None else _checked(call.temperature)
         if call.return_dict is None:
             call.return_dict = config.return_dict
@@ -153,7 +153,7 @@ class PatchedForward(SeamForward):
                 "the model, or train without it"
             )
         call.inputs["zorro"] = self._attention(call.plan)
-        call.runs_again = model.training and model.is_gradient_checkpointing
+        call.runs_again = runs_again
         return call
 
 
@@ -170,12 +170,6 @@ class _PlainGenerate:
             return type(model).generate(model, *args, **kwargs) if own is None else own(*args, **kwargs)
         finally:
             self.forward.generating[thread] -= 1
-
-
-def is_forward_of(forward: SeamForward, model: PreTrainedModel) -> bool:
-    """Whether ``forward`` is what runs when ``model`` is called; bound to it or not."""
-    current = model.__dict__.get("forward")
-    return getattr(current, "__func__", current) is forward
 
 
 def patch(
@@ -196,11 +190,11 @@ def patch(
     """
     kernels = kernels_for(model, attn_implementation)
     forward = PatchedForward(model, kernels, use_split_attention, response_length, temperature)
-    outer = model.__dict__.get("forward")
+    outer = seam_of(model)
     forward.attach()
     while isinstance(outer, PatchedForward) and not on_top:
         outer = outer.outer
-    forward.outer = outer if isinstance(outer, SeamForward) else None
+    forward.outer = outer
     return forward
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from zorro_verl.models import SeamForward, name_of
-from zorro_verl.patched_forward import PatchedForward, is_forward_of, patch
+from zorro_verl.models import name_of, seam_of
+from zorro_verl.patched_forward import PatchedForward, patch
 
 
 class Qwen3ModelOncePatcher:
@@ -38,7 +38,7 @@ class Qwen3ModelOncePatcher:
         self.use_split_attention = use_split_attention
         self.attn_implementation = attn_implementation
         # A copy of a patched model has the patch, and a patcher of its own takes it off.
-        current = self.model.__dict__.get("forward") if hasattr(self.model, "forward") else None
+        current = seam_of(self.model) if isinstance(self.model, PreTrainedModel) else None
         self._forward: PatchedForward | None = current if isinstance(current, PatchedForward) else None
 
     def patch(
@@ -70,10 +70,10 @@ class Qwen3ModelOncePatcher:
         Raises:
             ValueError: something else has wrapped the patched forward in the meantime.
         """
-        current = self.model.__dict__.get("forward")
         if self._forward is None:
             return
-        if not is_forward_of(self._forward, self.model) and not isinstance(current, SeamForward | None):
+        current = self.model.__dict__.get("forward")
+        if current is not None and seam_of(self.model) is None:
             raise ValueError(f"model.forward: expected the patch, got {name_of(current)} around it; unwrap it first")
         self._forward.retire()
         self._forward = None
