@@ -254,8 +254,8 @@ def swapped(groups):
         ({"prompt_groups": GROUPS}, "response_len: expected a width beside prompt_groups"),
         ({"response_len": 0}, "response_len: expected None or an int"),
         ({"response_len": 15, "prompt_groups": GROUPS}, "response_len: expected a width below 15"),
-        ({"response_len": WIDTH, "prompt_groups": GROUPS[1:]}, "prompt_groups: expected each row of 0..7"),
-        ({"response_len": WIDTH, "prompt_groups": [*GROUPS, [0]]}, "prompt_groups: expected each row of 0..7"),
+        ({"response_len": WIDTH, "prompt_groups": GROUPS[1:]}, "prompt_groups: expected each row of 0.."),
+        ({"response_len": WIDTH, "prompt_groups": [*GROUPS, [0]]}, "prompt_groups: expected each row of 0.."),
         ({"response_len": WIDTH, "prompt_groups": swapped(GROUPS)}, "prompt_groups: expected equal prompts"),
         ({"response_len": 3, "prompt_groups": GROUPS}, "prompt_groups: expected equal prompts"),
     ],
@@ -283,6 +283,13 @@ def test_groups_of_another_kind_are_named(groups):
 
     with pytest.raises(ValueError, match="prompt_groups: expected"):
         run()
+
+
+def test_groups_of_another_batch_are_named():
+    case = Case()
+    patched(case.layer, response_len=WIDTH, prompt_groups=[[0, 1], [2]])
+    with pytest.raises(ValueError, match="prompt_groups: expected each of the batch's 8 rows, got 3"):
+        case.layer(*case.inputs(), BATCH["attention_mask"])
 
 
 def test_groups_as_tuples():

@@ -197,11 +197,16 @@ def test_the_kernels_compile_for_a_gpu_and_use_no_atomics():
 
 
 def test_without_triton_torch_ops_are_left():
+    """On a GPU, too: the choice falls back to the very ops that a CPU always takes."""
     code = """
     import sys
     sys.modules["triton"] = None
+    import torch
     from zorro_verl import reconstruct
     assert reconstruct._triton() is None
+    values, index = torch.arange(6.0).view(3, 2), torch.tensor([2, -1, 0])
+    expected = torch.tensor([[4.0, 5.0], [0.0, 0.0], [0.0, 1.0]])
+    assert torch.equal(reconstruct.gather_rows(values, index), expected)
     print("CHECKED")
     """
     assert "CHECKED" in run_python(code)

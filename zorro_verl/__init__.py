@@ -1,7 +1,8 @@
 """zorro-verl: train GRPO and PPO actors in veRL without recomputing the shared prompt for every rollout.
 
 Read in the order the data flows: `grouping` -> `packing` -> `varlen`, `attention` -> `log_probs` -> `models` ->
-`batching` -> `actor` -> `trainer`. Importing this package imports torch at most; the names below load their modules
+`batching` -> `actor` -> `trainer`; for patched models `prefixes` -> `padded_plan` -> `patched_call` ->
+`patched_forward`. Importing this package imports torch at most; the names below load their modules
 when they are first used.
 """
 

@@ -82,9 +82,7 @@ def resolve_device(device: torch.device | str) -> torch.device:
         there = torch.empty(0, device=torch.device(device)).device
     except (RuntimeError, AssertionError, TypeError) as error:  # torch has another for each way of not being there
         reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"device: expected one that is there, got {device!r} ({reason}); use device='cpu' or 'cuda'"
-        ) from error
+        raise ValueError(f"device: expected one that is there, got {device!r} ({reason}); use device='cpu'") from error
     if there.type == "meta":
         raise ValueError("device: expected one that computes, got 'meta'; use device='cpu' or 'cuda'")
     return there

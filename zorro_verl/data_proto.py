@@ -125,6 +125,7 @@ class DataProtoActor(Standalone):
                 for mini_batch in mini_batches:
                     self._drop_gradients(optimizer)
                     append_to_dict(metrics, self._step(batch, mini_batch, loss_config, optimizer, norm))
+                    # Theirs from the first step on: a call that fails before it leaves no optimizer behind.
                     self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         finally:
             self._drop_gradients(optimizer)
@@ -181,7 +182,7 @@ class DataProtoActor(Standalone):
     ) -> dict[str, Any]:
         """One optimizer step; its metrics by the names of verl's worker, and its counts as lists."""
         mini_batch = tu.index_select_tensor_dict(batch, step.rows)
-        loss, metrics = self._accumulate(mini_batch, step.micro_batches, config)
+        loss, metrics, _ = self._accumulate(mini_batch, step.micro_batches, config)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), norm).item()
         empty = not bool(mini_batch["response_mask"].values().any())
         skipped = empty or not math.isfinite(grad_norm)

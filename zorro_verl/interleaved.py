@@ -62,10 +62,7 @@ class CheckedBatch(NamedTuple):
         """
         lens, columns = self.rows.prompt_lens, self.input_ids.shape[1]
         _same_prompt((lens != lens[first_of_row]).nonzero(), first_of_row, "another prompt length")
-        in_prompt = self.valid.clone()
-        in_prompt[:, self.prompt_width :] = False
-        own = in_prompt.flatten().nonzero().flatten()
-        source = own[ranges(exclusive_cumsum(lens)[first_of_row], lens, own.device)]
+        own, source = prompt_pairs(self.valid, self.prompt_width, lens, first_of_row)
         for values, difference in ((self.input_ids, "other tokens"), (self.position_ids, "other positions")):
             differs = values.flatten()[own] != values.flatten()[source]
             _same_prompt(own[differs] // columns, first_of_row, difference)
@@ -157,9 +154,7 @@ def interleave(batch: CheckedBatch, order: Tensor, sizes: Tensor, use_unpad: boo
     num_rows, columns = batch.input_ids.shape
     width, response_length = batch.prompt_width, columns - batch.prompt_width
     group_starts = exclusive_cumsum(sizes)[:-1]
-    first = order[group_starts]
-    first_of_row = torch.empty_like(order)
-    first_of_row[order] = first.repeat_interleave(sizes)
+    first, first_of_row = order[group_starts], first_of_rows(order, sizes)
     own, source = batch.prompt_tokens(first_of_row)
 
     is_prompt = torch.zeros(first.numel() + num_rows, dtype=torch.bool)
@@ -220,6 +215,24 @@ def partition(prompt_groups: Sequence[Sequence[int]], num_rows: int) -> tuple[Te
             + (f"row(s) {wrong[:8]} missing, twice or out of range" if wrong else "an empty group")
         )
     return torch.tensor(order), torch.tensor([len(group) for group in groups])
+
+
+def first_of_rows(order: Tensor, sizes: Tensor) -> Tensor:
+    """``(B,)``: the first row of each row's group, of groups as `partition` gives them."""
+    first = torch.empty_like(order)
+    first[order] = order[exclusive_cumsum(sizes)[:-1]].repeat_interleave(sizes)
+    return first
+
+
+def prompt_pairs(valid: Tensor, prompt_width: int, prompt_lens: Tensor, first_of_row: Tensor) -> tuple[Tensor, Tensor]:
+    """Every prompt token, and the one in its place in the first row of its group, which has as many.
+
+    Both as indices into the flattened ``(B * S,)`` batch; ``(B,)`` prompt_lens and first_of_row are on the host.
+    """
+    in_prompt = valid.clone()
+    in_prompt[:, prompt_width:] = False
+    own = in_prompt.flatten().nonzero().flatten()
+    return own, own[ranges(exclusive_cumsum(prompt_lens)[first_of_row], prompt_lens, own.device)]
 
 
 def _same_prompt(unlike: Tensor, first_of_row: Tensor, difference: str) -> None:

@@ -11,6 +11,8 @@ logits themselves, and from hidden states not even those.
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -18,6 +20,29 @@ from torch.autograd.function import once_differentiable
 LOGITS_OPTIMIZATIONS = ("none", "compute", "memory")
 CHUNK_BYTES = 64 << 20  # float32 logits of one chunk in the chunked modes
 MIN_TEMPERATURE = 1e-8  # verl's own floor: temperature 0 gives huge, finite logits
+
+
+def check_temperature(temperature: float | Tensor, num_rows: int | None = None, zero: bool = True) -> float | Tensor:
+    """A temperature as users give it: a number, or a tensor of one for all or ``(B,)``.
+
+    Args:
+        temperature: what came; given back as it is.
+        num_rows: B, where it is known.
+        zero: whether 0 is allowed; it counts as `MIN_TEMPERATURE`, as in verl.
+
+    Raises:
+        ValueError: no number, another shape, NaN, or a value below 0 (or 0).
+    """
+    if not isinstance(temperature, Tensor | Real) or isinstance(temperature, bool):
+        raise ValueError(f"temperature: expected a float or a (B,) tensor, got {type(temperature).__name__}")
+    if isinstance(temperature, Tensor):
+        shapes = ((), (1,), (temperature.numel() if num_rows is None else num_rows,))
+        if tuple(temperature.shape) not in shapes:
+            expected = "(B,)" if num_rows is None else f"({num_rows},)"
+            raise ValueError(f"temperature: expected a float or {expected}, got {tuple(temperature.shape)}")
+    if not bool(torch.as_tensor(temperature >= 0 if zero else temperature > 0).all()):
+        raise ValueError(f"temperature: expected values {'of at least' if zero else 'above'} 0, got {temperature}")
+    return temperature
 
 
 def log_probs_from_logits(
@@ -155,7 +180,7 @@ def _logits_grad(
     grad_entropy: Tensor | None,
     part: slice,
 ) -> Tensor:
-    """``(rows, V)`` gradient of the logits in float32; the formulas stand in the module's docstring.
+    """``(rows, V)`` gradient of the logits; the formulas stand in the module's docstring.
 
     ``logits`` are those of ``part``; all else is whole. With ``s = z - max z`` and ``t`` its log-sum-exp, p is
     ``exp(s) exp(-t)`` and log p is ``s - t``: the factors of a row are multiplied first, so that each costs no pass.

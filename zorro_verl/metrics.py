@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 # Why a row that has siblings in the batch went through the model on its own. Closed: each is logged in every step.
 FALLBACK_REASONS = ("group_cut", "multimodal")
-
 
 _TOKENS_TOTAL = "zorro/tokens_total"
 _TOKENS_PACKED = "zorro/tokens_packed"
@@ -25,7 +23,8 @@ class ShareCounts:
         tokens_packed: tokens that went through the model.
         calls: for each call of the engine, in their order, ``(fingerprint, rows)`` of each group in each micro-batch:
             a group that was cut has several.
-        skipped_steps: optimizer steps that verl skipped because the grad norm was not finite.
+        skipped_steps: optimizer steps that were skipped because the grad norm was not finite, or, stand-alone, because
+            no token was in the loss.
     """
 
     def __init__(self) -> None:
@@ -94,17 +93,15 @@ class ShareCounts:
 
 
 def call_stats(tokens_total: int, tokens_packed: int, groups: int, fallback: Mapping[str, int]) -> Mapping[str, Any]:
-    """The counts of one call that was not cut, under the public names. Read-only."""
-    return MappingProxyType(
-        {
-            "tokens_total": tokens_total,
-            "tokens_packed": tokens_packed,
-            "token_ratio": tokens_total / max(1, tokens_packed),
-            "groups": groups,
-            "groups_split": 0,
-            "fallback": dict(fallback),
-        }
-    )
+    """The counts of one call that was not cut, under the public names."""
+    return {
+        "tokens_total": tokens_total,
+        "tokens_packed": tokens_packed,
+        "token_ratio": tokens_total / max(1, tokens_packed),
+        "groups": groups,
+        "groups_split": 0,
+        "fallback": dict(fallback),
+    }
 
 
 def skipped_step_metric(skipped: bool) -> dict[str, list[int]]:

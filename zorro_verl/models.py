@@ -113,6 +113,11 @@ class SeamForward:
 
     The layers, and only they, read a config of their own, which names the seam's attention: backbone and model keep
     the model's, and so do their masks, whatever is built from ``model.config``, and another model that shares it.
+
+    Args:
+        model: the model.
+        kernels: what attention runs on; None is the dense reference.
+        split: False runs attention on the rows as they were, and shares all else.
     """
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels | None, split: bool):
@@ -140,10 +145,7 @@ class SeamForward:
 
     def lead_layers(self) -> None:
         """Let the layers ask for the seam's attention."""
-        config = copy.copy(self.model.config)
-        config.stock_config = self.model.config
-        config._attn_implementation = ATTENTION_NAME
-        self._set_layer_config(config)
+        self._set_layer_config(led_config(self.model.config))
 
     def release_layers(self) -> None:
         """Give them the model's own config back."""
@@ -201,6 +203,14 @@ class SeamForward:
         check_training(self.model.config, self.model.training)
         check_window(sliding_window(self.model.config), plan.longest_row)
         return SharedAttention(plan, self.kernels, self.split)
+
+
+def led_config(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy for layers that names the seam's attention, and knows the config that it stands for."""
+    led = copy.copy(config)
+    led.stock_config = getattr(config, "stock_config", config)
+    led._attn_implementation = ATTENTION_NAME
+    return led
 
 
 def seam_of(model: PreTrainedModel) -> SeamForward | None:
@@ -301,13 +311,13 @@ def resolve_kernels(attn_implementation: str, device: str) -> Kernels | None:
         if device not in ("cpu", "cuda", "meta"):
             raise ValueError(f"attn_implementation=sdpa: expected a cpu or cuda device, got {device}; use eager")
         return _SdpaKernels()
-    if device != "cuda":
-        raise ValueError(f"attn_implementation={attn_implementation}: needs a cuda device, got {device}; use sdpa")
     if attn_implementation == "flash_attention_3":
         raise ValueError(
             "attn_implementation=flash_attention_3: this version has no adapter for it; use sdpa, or "
             "flash_attention_2 with flash-attn installed"
         )
+    if device != "cuda":
+        raise ValueError(f"attn_implementation={attn_implementation}: needs a cuda device, got {device}; use sdpa")
     if importlib.util.find_spec("flash_attn") is None:
         raise ValueError("attn_implementation=flash_attention_2: flash-attn is missing, `pip install flash-attn`")
     return FlashAttention2Kernels()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from zorro_verl.grouping import Rows, exclusive_cumsum, ranges
+from zorro_verl.log_probs import check_temperature
 from zorro_verl.verl_rows import check_text_only, check_tokens
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
@@ -80,12 +80,7 @@ class PaddedBatch:
                 it is there. Zero at tokens that are not in the loss, for NaN times a mask of 0 is NaN.
         """
         rows, device = self.rows, self.rows.tokens.device
-        if not isinstance(temperature, Tensor | Real) or isinstance(temperature, bool):
-            raise ValueError(f"temperature: expected a float or a tensor, got {type(temperature).__name__}")
-        if not bool(torch.as_tensor(temperature >= 0).all()):
-            raise ValueError(f"temperature: expected values of at least 0, got {temperature}")
-        if isinstance(temperature, Tensor) and temperature.dim() > 0 and temperature.shape != (rows.num_rows,):
-            raise ValueError(f"temperature: expected a float or ({rows.num_rows},), got {tuple(temperature.shape)}")
+        check_temperature(temperature, rows.num_rows)
         prompt_tokens = ranges(rows.cu_seqlens[:-1], rows.prompt_lens, device)
         fields = {
             "input_ids": _nested(rows.tokens, rows.lens),
@@ -102,7 +97,7 @@ class PaddedBatch:
                 fields[name] = _nested(values, rows.response_lens)
         data = TensorDict(fields, batch_size=rows.num_rows)
         if isinstance(temperature, Tensor) and temperature.dim() > 0:
-            data["temperature"] = temperature.to(device)
+            data["temperature"] = temperature.to(device).expand(rows.num_rows)
         else:
             data.set_non_tensor("temperature", float(temperature))
         data.set_non_tensor("calculate_entropy", calculate_entropy)

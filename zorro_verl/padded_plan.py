@@ -17,8 +17,9 @@ def build_padded_plan(
     response_length: int | None = None,
     group_index: Tensor | None = None,
     sequence: Tensor | None = None,
-) -> tuple[Plan, Tensor]:
-    """The plan of a padded batch, and ``(B, S)`` the packed token of each of its positions, -1 at padding.
+) -> tuple[Plan, Tensor, Tensor]:
+    """The plan of a padded batch; ``(B, S)`` the packed token of each of its positions, -1 at padding; and the way in:
+    ``(T,)`` the position of each packed token in the flattened batch.
 
     Args:
         ids, position_ids: ``(B, S)`` int64. Prompts are shared where both are equal.
@@ -30,9 +31,11 @@ def build_padded_plan(
         sequence: ``(B, S)`` int64, the number of the sequence in its row, when rows hold several one after another;
             each is then a row of the plan, and response_length is not looked at.
     """
-    num_rows, columns = ids.shape
-    row = torch.arange(num_rows, device=ids.device)[:, None]
-    owner = (row.expand_as(ids) if sequence is None else row * columns + sequence)[valid]
+    columns = ids.shape[1]
+    places = valid.flatten().nonzero().flatten()
+    owner = places // columns
+    if sequence is not None:
+        owner = owner * columns + sequence.flatten()[places]
     cu_seqlens = exclusive_cumsum(torch.unique_consecutive(owner, return_counts=True)[1].cpu())
     bounded = response_length is not None and response_length < columns and sequence is None
     prompt_lens, kept = torch.ones(cu_seqlens.numel() - 1, dtype=torch.int64), None
@@ -40,7 +43,8 @@ def build_padded_plan(
         kept = valid.any(1).cpu()
         prompt_lens = valid[:, : columns - response_length].sum(1).cpu()[kept]
     # A row that begins in the response columns has its first token taken for a prompt, which others may share.
-    rows = Rows(ids[valid], position_ids[valid], cu_seqlens, prompt_lens.clamp(min=1))
+    tokens, positions = (values.flatten()[places] for values in (ids, position_ids))
+    rows = Rows(tokens, positions, cu_seqlens, prompt_lens.clamp(min=1))
     if group_index is not None:
         alone = -1 - torch.arange(prompt_lens.numel())
         found = number_by_first_appearance(torch.where(prompt_lens == 0, alone, group_index[kept]))
@@ -48,8 +52,15 @@ def build_padded_plan(
         found = find_prompt_groups(rows)
     if group_index is None and (not bounded or int(found.max()) + 1 == rows.num_rows):
         prompt_lens, found = find_shared_prefixes(rows)
-        rows = Rows(rows.tokens, rows.position_ids, cu_seqlens, prompt_lens)
+        rows = Rows(tokens, positions, cu_seqlens, prompt_lens)
     plan = Plan(rows, found)
-    index = torch.full_like(ids, -1)
-    index[valid] = plan.unpack_index
-    return plan, index
+    index = torch.full((ids.numel(),), -1, device=ids.device)
+    index[places] = plan.unpack_index
+    return plan, index.view_as(ids), places[plan.token_index]
+
+
+def check_response_length(response_len: int | None) -> int | None:
+    """What a patcher was told of the responses' columns, or a ValueError that names it."""
+    if response_len is not None and (type(response_len) is not int or response_len < 1):
+        raise ValueError(f"response_len: expected None or an int of at least 1, got {response_len!r}")
+    return response_len

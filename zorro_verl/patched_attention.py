@@ -6,26 +6,25 @@ bit; or what the caller says they share.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zorro_verl.grouping import exclusive_cumsum, ranges
-from zorro_verl.interleaved import as_lists, partition
+from zorro_verl.interleaved import as_lists, first_of_rows, partition, prompt_pairs
 from zorro_verl.models import (
-    ATTENTION_NAME,
     SharedAttention,
     check_causal,
     check_training,
     check_window,
+    led_config,
+    name_of,
     sliding_window,
 )
-from zorro_verl.padded_plan import build_padded_plan
+from zorro_verl.padded_plan import build_padded_plan, check_response_length
 from zorro_verl.patched_forward import PatchCounts
-from zorro_verl.prefixes import value_ids
+from zorro_verl.prefixes import value_ids_where
 from zorro_verl.reconstruct import gather_rows
 from zorro_verl.varlen import Kernels
 
@@ -51,15 +50,16 @@ class PatchedAttention:
         response_length: int | None = None,
         prompt_groups: Sequence[Sequence[int]] | None = None,
     ):
-        if response_length is not None and (type(response_length) is not int or response_length < 1):
-            raise ValueError(f"response_len: expected None or an int of at least 1, got {response_length!r}")
         if prompt_groups is not None and response_length is None:
             raise ValueError("response_len: expected a width beside prompt_groups, which says nothing of it, got None")
         self.layer = layer
         self.kernels = kernels
         self.split = split
-        self.response_length = response_length
-        self.prompt_groups = None if prompt_groups is None else as_lists(prompt_groups)
+        self.response_length = check_response_length(response_length)
+        self.first = None  # of each row's group, as the caller gave them
+        if prompt_groups is not None:
+            groups = as_lists(prompt_groups)
+            self.first = first_of_rows(*partition(groups, sum(map(len, groups))))
         self.counts = PatchCounts()
 
     def attach(self) -> None:
@@ -67,7 +67,7 @@ class PatchedAttention:
         previous = self.layer.__dict__.get("forward")
         if previous is not None and not isinstance(previous, PatchedAttention):
             raise ValueError(
-                f"attention_layer.forward: expected the class's own, got {previous!r:.80}; remove it first"
+                f"attention_layer.forward: expected the class's own, got {name_of(previous)}; remove it first"
             )
         self.layer.forward = self
 
@@ -77,7 +77,7 @@ class PatchedAttention:
 
     @property
     def stats(self) -> Mapping[str, Any]:
-        """The last call's counts, under the names of `DeduplicatedActor.stats`; the only fallback is a cache."""
+        """The last call's counts, under the names of `DeduplicatedActor.stats`."""
         return self.counts.stats()
 
     def __call__(
@@ -103,14 +103,12 @@ class PatchedAttention:
         if hidden_states.dim() != 3:
             raise ValueError(f"hidden_states: expected (B, S, E), got {tuple(hidden_states.shape)}")
         cos, sin = (_per_row(x, hidden_states) for x in position_embeddings)
-        plan, index, valid = self._plan(hidden_states, cos, sin, attention_mask)
-        pack = lambda x: plan.pack(x[valid], dim=0)[None]  # noqa: E731
+        plan, index, source = self._plan(hidden_states, cos, sin, attention_mask)
+        pack = lambda x: x.flatten(0, 1)[source][None]  # noqa: E731
         shared = SharedAttention(plan, self.kernels, self.split)
         config = layer.config
         # The layer looks its attention up in the config that all layers share; only this call of it is meant.
-        layer.config = copy.copy(config)
-        layer.config.stock_config = getattr(config, "stock_config", config)
-        layer.config._attn_implementation = ATTENTION_NAME
+        layer.config = led_config(config)
         try:
             output, _ = stock(layer, pack(hidden_states), (pack(cos), pack(sin)), None, None, zorro=shared)
         finally:
@@ -119,37 +117,29 @@ class PatchedAttention:
 
     @torch.compiler.disable  # host arithmetic on what the rows share
     def _plan(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, attention_mask: Tensor | None):
-        """The plan, ``(B, S)`` the packed token of each position, and ``(B, S)`` bool where there are tokens."""
+        """What `build_padded_plan` returns."""
         valid = _valid(attention_mask, hidden_states)
-        ids = torch.zeros(valid.shape, dtype=torch.int64, device=valid.device)
-        positions = ids
-        if self.prompt_groups is None:
-            ids = ids.clone()
-            ids[valid] = value_ids(torch.cat([_bytes(x[valid]) for x in (hidden_states, cos, sin)], 1))
+        positions = torch.zeros(valid.shape, dtype=torch.int64, device=valid.device)
         groups = self._groups(hidden_states, cos, sin, valid)
-        plan, index = build_padded_plan(ids, positions, valid, self.response_length, groups)
+        ids = value_ids_where(valid, hidden_states, cos, sin) if groups is None else positions
+        plan, index, source = build_padded_plan(ids, positions, valid, self.response_length, groups)
         check_window(getattr(self.layer, "sliding_window", sliding_window(self.layer.config)), plan.longest_row)
         self.counts = PatchCounts(plan.num_row_tokens, plan.num_tokens, plan.num_groups)
-        return plan, index, valid
+        return plan, index, source
 
     def _groups(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, valid: Tensor) -> Tensor | None:
-        """``(B,)`` on the host, of the groups that the caller gave; None when they are to be found."""
-        if self.prompt_groups is None:
+        """``(B,)`` on the host, the first row of each row's group as the caller gave it; None without any."""
+        if self.first is None:
             return None
-        num_rows, width = valid.shape
-        order, sizes = partition(self.prompt_groups, num_rows)
+        first, (num_rows, width) = self.first, valid.shape
+        if first.numel() != num_rows:
+            raise ValueError(f"prompt_groups: expected each of the batch's {num_rows} rows, got {first.numel()}")
         if self.response_length >= width:
             raise ValueError(f"response_len: expected a width below {width} columns, got {self.response_length}")
-        group_index, first = torch.empty_like(order), torch.empty_like(order)
-        group_index[order] = torch.arange(sizes.numel()).repeat_interleave(sizes)
-        first[order] = order[exclusive_cumsum(sizes)[:-1]].repeat_interleave(sizes)
-        prompt = valid.clone()
-        prompt[:, width - self.response_length :] = False
-        counts = prompt.sum(1).cpu()
+        counts = valid[:, : width - self.response_length].sum(1).cpu()
         unlike = counts != counts[first]
         if not bool(unlike.any()):
-            own = prompt.flatten().nonzero().flatten()
-            source = own[ranges(exclusive_cumsum(counts)[first], counts, own.device)]
+            own, source = prompt_pairs(valid, width - self.response_length, counts, first)
             for values in (hidden_states, cos, sin):
                 flat = values.flatten(0, 1)
                 unlike[(own[~_close(flat[own], flat[source])] // width).cpu()] = True
@@ -159,7 +149,7 @@ class PatchedAttention:
                 f"prompt_groups: expected equal prompts in a group, got row {row} unlike row {int(first[row])}; "
                 "leave prompt_groups out to have them found"
             )
-        return group_index
+        return first
 
 
 def _valid(attention_mask: Tensor | None, hidden_states: Tensor) -> Tensor:
@@ -195,10 +185,6 @@ def _per_row(embedding: Tensor, hidden_states: Tensor) -> Tensor:
     if embedding.dim() != 3 or embedding.shape[0] not in (1, rows) or embedding.shape[1] != columns:
         raise ValueError(f"position_embeddings: expected ({rows} or 1, {columns}, D), got {tuple(embedding.shape)}")
     return embedding.expand(rows, -1, -1)
-
-
-def _bytes(values: Tensor) -> Tensor:
-    return values.detach().contiguous().view(torch.uint8)
 
 
 def _close(a: Tensor, b: Tensor) -> Tensor:

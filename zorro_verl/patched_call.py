@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zorro_verl.models import no_mask
 from zorro_verl.padded_plan import build_padded_plan
-from zorro_verl.prefixes import value_ids
+from zorro_verl.prefixes import value_ids_where
 
 UNSHARED_REASONS = ("use_cache", "inputs_embeds_grad")
 _ANSWERED = "input_ids inputs_embeds attention_mask position_ids use_cache logits_to_keep output_hidden_states".split()
@@ -50,18 +50,20 @@ class PatchedCall:
         loss_arguments = {name: given.pop(name) for name in _LOSS_ARGUMENTS if name in given}
         self.loss_arguments = loss_arguments if "labels" in loss_arguments else {}
         name, values = _batch(given)
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
         self.num_rows, self.num_tokens = values.shape[0], values.shape[0] * values.shape[1]
         self.plan = self.index = self.place = self.unshared = None
         self.runs_again = False
         self.inputs = given
         if "past_key_values" in given or given.get("use_cache", False):
             self.unshared = "use_cache"
-            return
-        if name == "inputs_embeds" and values.requires_grad and torch.is_grad_enabled():
+        elif name == "inputs_embeds" and values.requires_grad and torch.is_grad_enabled():
             # Rows that are equal may come from parameters that are not one: a shared row has one gradient for all.
             self.unshared = "inputs_embeds_grad"
+        if self.unshared is not None:
+            if isinstance(mask, Tensor) and mask.dim() == 2:  # of a longer cache, or of other kinds: as the model's
+                self.num_tokens = int((mask[:, -values.shape[1] :] != 0).expand(self.num_rows, -1).sum())
             return
-        mask, positions = given.get("attention_mask"), given.get("position_ids")
         valid = _valid(mask, values)
         if not bool(valid.any()):
             self.num_tokens = 0
@@ -69,8 +71,8 @@ class PatchedCall:
         packed = mask is None and positions is not None and not given.get("use_cache", cache_by_default)
         positions = _positions(positions, valid)
         sequence = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(1) if packed else None
-        ids = values.long() if name == "input_ids" else _ids(values, valid)
-        plan, self.index = build_padded_plan(ids, positions, valid, response_length, sequence=sequence)
+        ids = values.long() if name == "input_ids" else value_ids_where(valid, values)
+        plan, self.index, source = build_padded_plan(ids, positions, valid, response_length, sequence=sequence)
         self.plan, self.num_tokens = plan, plan.num_row_tokens
 
         keep = given.get("logits_to_keep", 0)
@@ -80,8 +82,8 @@ class PatchedCall:
         self.place = place - padding
         _refuse({key: value for key, value in given.items() if key not in _ANSWERED})
         self.inputs = {
-            name: plan.pack(values[valid], dim=0)[None],
-            "position_ids": plan.pack(positions[valid])[None],
+            name: values.flatten(0, 1)[source][None],
+            "position_ids": positions.flatten()[source][None],
             "attention_mask": no_mask(values),
             "use_cache": False,
             "logits_to_keep": needed[padding:],
@@ -96,6 +98,8 @@ def _batch(given: Mapping[str, Any]) -> tuple[str, Tensor]:
         raise ValueError("input_ids: expected either input_ids or inputs_embeds, got both or neither")
     name = "input_ids" if "input_ids" in given else "inputs_embeds"
     values = given[name]
+    if not isinstance(values, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(values).__name__}")
     if name == "input_ids" and (values.dim() != 2 or values.is_floating_point()):
         raise ValueError(f"input_ids: expected (B, S) integers, got {tuple(values.shape)} {values.dtype}")
     if name == "inputs_embeds" and (values.dim() != 3 or not values.is_floating_point()):
@@ -117,16 +121,10 @@ def _positions(position_ids: Tensor | None, valid: Tensor) -> Tensor:
     """``(B, S)`` int64; by default columns counted from each row's first token, so that padding carries no meaning."""
     if position_ids is None:
         return torch.arange(valid.shape[1], device=valid.device) - valid.int().argmax(1, keepdim=True)
-    if position_ids.is_floating_point() or position_ids.shape not in (valid.shape, (1, valid.shape[1])):
+    wrong = not isinstance(position_ids, Tensor) or position_ids.is_floating_point()
+    if wrong or position_ids.shape not in (valid.shape, (1, valid.shape[1])):
         raise ValueError(f"position_ids: expected (B, S) = {tuple(valid.shape)} integers, got {_short(position_ids)}")
     return position_ids.to(valid.device).long().expand(valid.shape)
-
-
-def _ids(embeddings: Tensor, valid: Tensor) -> Tensor:
-    """``(B, S)`` int64 that stand for the tokens behind embeddings: equal where these are equal bit for bit."""
-    ids = torch.zeros(valid.shape, dtype=torch.int64, device=valid.device)
-    ids[valid] = value_ids(embeddings[valid])
-    return ids
 
 
 def _refuse(others: Mapping[str, Any]) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from threading import get_ident
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from zorro_verl.log_probs import check_temperature
 from zorro_verl.metrics import call_stats
 from zorro_verl.models import SeamForward, kernels_for, seam_of
+from zorro_verl.padded_plan import check_response_length
 from zorro_verl.patched_call import UNSHARED_REASONS, PatchedCall
 from zorro_verl.reconstruct import gather_rows
 from zorro_verl.varlen import Kernels
@@ -30,7 +33,7 @@ class PatchCounts(NamedTuple):
     def stats(self) -> Mapping[str, Any]:
         """Under the names of `DeduplicatedActor.stats`."""
         fallback = {reason: self.rows if reason == self.unshared else 0 for reason in UNSHARED_REASONS}
-        return call_stats(self.tokens_total, self.tokens_packed, self.groups, fallback)
+        return MappingProxyType(call_stats(self.tokens_total, self.tokens_packed, self.groups, fallback))
 
 
 class PatchedForward(SeamForward):
@@ -55,10 +58,8 @@ class PatchedForward(SeamForward):
         temperature: float | Tensor = 1.0,
     ):
         super().__init__(model, kernels, split)
-        if response_length is not None and (type(response_length) is not int or response_length < 1):
-            raise ValueError(f"response_len: expected None or an int of at least 1, got {response_length!r}")
-        self.response_length = response_length
-        self.temperature = _checked(temperature)
+        self.response_length = check_response_length(response_length)
+        self.temperature = check_temperature(temperature, zero=False)
         self.generating = Counter()  # calls of generate that are under way, by thread
         self.counts = PatchCounts()
         self.outer: SeamForward | None = None  # what comes back when this one goes
@@ -140,7 +141,8 @@ class PatchedForward(SeamForward):
         if config.output_attentions:
             arguments.setdefault("output_attentions", True)
         call = PatchedCall(arguments, self.response_length, config.use_cache and not runs_again)
-        call.temperature = self.temperature if call.temperature is None else _checked(call.temperature)
+        given = self.temperature if call.temperature is None else call.temperature
+        call.temperature = check_temperature(given, call.num_rows, zero=False)
         if call.return_dict is None:
             call.return_dict = config.return_dict
         if call.plan is None:
@@ -198,17 +200,6 @@ def patch(
     return forward
 
 
-def _checked(temperature: float | Tensor) -> float | Tensor:
-    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if not (number or isinstance(temperature, Tensor)):
-        raise ValueError(f"temperature: expected a float or a (B,) tensor, got {type(temperature).__name__}")
-    if isinstance(temperature, Tensor) and temperature.dim() > 1:
-        raise ValueError(f"temperature: expected a float or a (B,) tensor, got {tuple(temperature.shape)}")
-    if not bool(torch.as_tensor(temperature > 0).all()):
-        raise ValueError(f"temperature: expected values above 0, got {temperature}")
-    return temperature
-
-
 def _divided(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """``(..., V)`` logits over one temperature; as they are when rows have their own."""
     return logits if isinstance(temperature, Tensor) or temperature == 1 else logits / temperature
@@ -218,6 +209,4 @@ def _divided_per_row(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """``(B, K, V)`` logits over ``(B,)`` temperatures, in their own dtype; as they are when there is one for all."""
     if not isinstance(temperature, Tensor):
         return logits
-    if temperature.numel() not in (1, logits.shape[0]):
-        raise ValueError(f"temperature: expected a float or ({logits.shape[0]},), got {tuple(temperature.shape)}")
     return (logits / temperature.to(logits.device).reshape(-1, 1, 1)).to(logits.dtype)

@@ -47,6 +47,14 @@ def value_ids(values: Tensor) -> Tensor:
     return torch.where(same, ids, ids.numel() + place)
 
 
+def value_ids_where(valid: Tensor, *values: Tensor) -> Tensor:
+    """``(B, S)`` int64: `value_ids` of ``(B, S, K)`` values side by side, by their bits; 0 where ``valid`` is False."""
+    bits = [x[valid].detach().contiguous().view(torch.uint8) for x in values]
+    return torch.zeros(valid.shape, dtype=torch.int64, device=valid.device).masked_scatter_(
+        valid, value_ids(torch.cat(bits, 1))
+    )
+
+
 def _neighbours(rows: Rows) -> tuple[Tensor, Tensor]:
     """The rows in lexicographic order, and the ``(B - 1,)`` prefix lengths that neighbours have in common, capped."""
     device, longest = rows.tokens.device, int(rows.lens.max())

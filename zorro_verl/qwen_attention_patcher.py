@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from zorro_verl.models import check_attention_layer, resolve_kernels
+from zorro_verl.models import check_attention_layer, name_of, resolve_kernels
 from zorro_verl.patched_attention import PatchedAttention
 
 
@@ -43,8 +43,8 @@ class QwenAttentionPatcher:
                 the bits of hidden states and position embeddings.
 
         Raises:
-            ValueError: prompt_groups without response_len; in a call, groups that don't partition the batch or whose
-                prompts differ, or an attention mask that isn't causal with padding.
+            ValueError: prompt_groups without response_len, or that don't hold every row once; in a call, a batch of
+                another size, prompts of a group that differ, or an attention mask that isn't causal with padding.
         """
         self._forward = PatchedAttention(
             self.attention_layer, self.kernels, self.use_split_attention, response_len, prompt_groups
@@ -61,12 +61,14 @@ class QwenAttentionPatcher:
         if self._forward is not None and current is self._forward:
             self._forward.detach()
         elif self._forward is not None and current is not None and not isinstance(current, PatchedAttention):
-            raise ValueError(f"attention_layer.forward: expected the patch, got {current!r} around it; unwrap it first")
+            raise ValueError(
+                f"attention_layer.forward: expected the patch, got {name_of(current)} around it; unwrap it first"
+            )
         self._forward = None
 
     @property
     def stats(self) -> Mapping[str, Any]:
-        """The last call's tokens_total, tokens_packed and token_ratio."""
+        """The last call's counts, under the names of `DeduplicatedActor.stats`."""
         if self._forward is None:
             raise ValueError("stats: expected a patched layer, got none; call patch() first")
         return self._forward.stats

@@ -57,8 +57,7 @@ class Qwen3ModelOncePatcher:
         Raises:
             ValueError: an unsupported model, an attention that can't run on its device, or a bad option.
         """
-        if rollout_n is not None and (type(rollout_n) is not int or rollout_n < 1):
-            raise ValueError(f"rollout_n: expected None or an int of at least 1, got {rollout_n!r}")
+        check_rollout_n(rollout_n)
         self._forward = self._patched(response_len, temperature)
 
     def _patched(self, response_len: int | None, temperature: float | Tensor, on_top: bool = False) -> PatchedForward:
@@ -80,7 +79,7 @@ class Qwen3ModelOncePatcher:
 
     @property
     def stats(self) -> Mapping[str, Any]:
-        """The last call's tokens_total, tokens_packed, token_ratio, groups and fallback (reason -> rows)."""
+        """The last call's counts, under the names of `DeduplicatedActor.stats`."""
         if self._forward is None:
             raise ValueError("stats: expected a patched model, got none; call patch() first")
         return self._forward.stats
@@ -94,7 +93,7 @@ class Qwen3ModelPatcher(Qwen3ModelOncePatcher):
 
     Args:
         model, use_split_attention, attn_implementation: see `Qwen3ModelOncePatcher`.
-        response_len, temperature: see `Qwen3ModelOncePatcher.patch`.
+        response_len, rollout_n, temperature: see `Qwen3ModelOncePatcher.patch`.
     """
 
     def __init__(
@@ -103,9 +102,11 @@ class Qwen3ModelPatcher(Qwen3ModelOncePatcher):
         use_split_attention: bool = True,
         attn_implementation: str = "auto",
         response_len: int | None = None,
+        rollout_n: int | None = None,
         temperature: float | Tensor = 1.0,
     ):
         super().__init__(model, use_split_attention, attn_implementation)
+        check_rollout_n(rollout_n)
         self._settings = {"response_len": response_len, "temperature": temperature}
         self._before: list[PatchedForward | None] = []
 
@@ -117,3 +118,9 @@ class Qwen3ModelPatcher(Qwen3ModelOncePatcher):
     def __exit__(self, *exception: Any) -> None:
         self.unpatch()
         self._forward = self._before.pop()
+
+
+def check_rollout_n(rollout_n: int | None) -> None:
+    """The hint is not needed; what can't be one is a mistake all the same."""
+    if rollout_n is not None and (type(rollout_n) is not int or rollout_n < 1):
+        raise ValueError(f"rollout_n: expected None or an int of at least 1, got {rollout_n!r}")

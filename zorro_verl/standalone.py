@@ -20,10 +20,12 @@ from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
 from zorro_verl.actor_options import resolve_device, resolve_dtype, resolve_options
-from zorro_verl.metrics import ShareCounts
-from zorro_verl.micro_batches import MicroBatches, check_count
+from zorro_verl.log_probs import check_temperature
+from zorro_verl.metrics import FALLBACK_REASONS, ShareCounts, call_stats
+from zorro_verl.micro_batches import check_count
 from zorro_verl.models import check_supported, install
 from zorro_verl.options import ZorroOptions
+from zorro_verl.packing import Plan
 from zorro_verl.padded_batch import LOSS_INPUTS, PaddedBatch
 
 # What an engine does inside verl, and which this class does not do outside of it.
@@ -149,9 +151,12 @@ class Standalone:
                 end of ``input_ids``, or a row without a prompt.
         """
         read = self._read(batch)
-        inputs, _ = self.prepare_model_inputs(read.jagged(temperature, calculate_entropy))
+        temperature = check_temperature(temperature, read.rows.num_rows)
+        if isinstance(temperature, Tensor):
+            temperature = temperature.expand(read.rows.num_rows)
+        inputs, plan = self.pack(read.rows, temperature, calculate_entropy)
         output = self.module(**inputs, use_cache=False)
-        self._count_whole(read)
+        self._count_whole(plan)
         return ActorOutput(output["log_probs"], output.get("entropy"))
 
     def compute_policy_loss_and_backward(
@@ -182,16 +187,16 @@ class Standalone:
         read = self._read(batch, self._loss_inputs())
         data = read.jagged(temperature, self._needs_entropy(), self._loss_inputs())
         whole = [range(read.rows.num_rows)]
-        loss, metrics = self._accumulate(data, whole, self._loss_config(read.width), gradient_accumulation)
-        self._count_whole(read)
+        loss, metrics, plan = self._accumulate(data, whole, self._loss_config(read.width), gradient_accumulation)
+        self._count_whole(plan)
         return {"actor/policy_loss": loss} | metrics
 
     def _accumulate(
         self, data: TensorDict, micro_batches: Sequence[Sequence[int]], config: FSDPActorConfig, divisor: int = 1
-    ) -> tuple[float, dict[str, float]]:
+    ) -> tuple[float, dict[str, float], Plan]:
         """Forward, verl's loss over all of ``data``, and the backward of its share, of each micro-batch.
 
-        Returns the loss, undivided, and verl's metrics of it.
+        Returns the loss, undivided, verl's metrics of it, and the plan of the last micro-batch.
         """
         settings = {
             "dp_size": 1,
@@ -207,16 +212,17 @@ class Standalone:
             output = self.prepare_model_outputs(self.module(**inputs, use_cache=False), args, part, None)
             loss, values = ppo_loss(config, output, part)
             (loss / divisor).backward()
-            total += loss.item()
+            total += loss.detach()
             append_to_dict(metrics, values)
-        return total, {name: float(value) for name, value in reduce_metrics(metrics).items()}
+        return float(total), {name: float(value) for name, value in reduce_metrics(metrics).items()}, args["plan"]
 
     def _read(self, batch: Any, required: tuple[str, ...] = ()) -> PaddedBatch:
         device = next(self.module.parameters()).device
         return PaddedBatch(batch, device, self.module.get_input_embeddings().num_embeddings, required)
 
-    def _count_whole(self, read: PaddedBatch) -> None:
-        self._stats = MicroBatches(read.rows).counts([range(read.rows.num_rows)]).summary()
+    def _count_whole(self, plan: Plan) -> None:
+        nothing = dict.fromkeys(FALLBACK_REASONS, 0)
+        self._stats = call_stats(plan.num_row_tokens, plan.num_tokens, plan.num_groups, nothing)
 
     def _check_trainable(self) -> None:
         if not any(p.requires_grad for p in self.module.parameters()):

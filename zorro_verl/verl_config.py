@@ -49,7 +49,7 @@ def spread_options(config: DictConfig) -> None:
 
 def check_run(config: DictConfig) -> None:
     """Refuse, while nothing has been started yet, what ``strategy=zorro`` would get wrong or leave without effect."""
-    for place in ("actor_rollout_ref.actor", "actor_rollout_ref.model"):
+    for place in ("actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model"):
         check_options(OmegaConf.select(config, place), place)
     if OmegaConf.select(config, "distillation.enabled", default=False):
         raise ValueError("distillation.enabled: expected False with actor.strategy=zorro, got True; use strategy=fsdp2")
