@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from tiny import batch_b0, gradients, padded_batch, shuffled, tiny_model, worst_gradient
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from zorro_verl import Qwen3ModelOncePatcher, QwenAttentionPatcher, ZoRRoTrain
 from zorro_verl.models import install, uninstall
@@ -22,10 +23,10 @@ GROUPS = ZoRRoTrain.find_prompt_groups(BATCH["input_ids"], WIDTH, BATCH["attenti
 class Case:
     """Hidden states and position embeddings of `ROWS`, as the model's first layer would get them, and its attention."""
 
-    def __init__(self, model_type="qwen3", dtype=torch.float64, attention="sdpa"):
-        self.model = tiny_model(model_type, dtype)
+    def __init__(self, model_type="qwen3", dtype=torch.float64, attention="sdpa", layer=0, **config):
+        self.model = tiny_model(model_type, dtype, **config)
         self.model.set_attn_implementation(attention)
-        self.layer = self.model.model.layers[0].self_attn
+        self.layer = self.model.model.layers[layer].self_attn
         self.plain = copy.deepcopy(self.layer)
         self.embedding = torch.nn.Parameter(
             torch.randn(61, 32, dtype=dtype, generator=torch.Generator().manual_seed(5))
@@ -378,15 +379,151 @@ def test_what_is_no_attention_layer_is_named():
         patched(case.layer)
 
 
-def test_dropout_and_windows_are_refused():
+def test_dropout_is_refused():
     case = Case("mistral")
     patched(case.layer)
     case.layer.train()
     case.model.config.attention_dropout = 0.5
     with pytest.raises(ValueError, match="attention_dropout"):
         case.layer(*case.inputs(), BATCH["attention_mask"])
-    case = Case("mistral")
-    case.model.config.sliding_window = 9
+
+
+# Layers with a sliding window. The longest of `ROWS` has 15 tokens, the longest prompt 7.
+
+
+def qwen_window(window):
+    """The second layer has the window, the first has none."""
+    return {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
+
+
+def mistral_window(window):
+    """Both layers have it, and know it from their config."""
+    return {"model_type": "mistral", "sliding_window": window}
+
+
+def model_rows(model):
+    """The oracle: logits of the plain model, one unpadded row at a time."""
+    return [model(torch.cat(row)[None], use_cache=False).logits[0] for row in ROWS]
+
+
+def model_batch(model):
+    arguments = {name: BATCH[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    return per_row(model(**arguments, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("window", [1, 4, 7, 14, 15, 16])
+@pytest.mark.parametrize(
+    ("config", "layers", "split", "attention"),
+    [
+        (qwen_window, [0, 1], True, "sdpa"),
+        (qwen_window, [0, 1], True, "eager"),
+        (qwen_window, [1], True, "eager"),
+        (qwen_window, [0], True, "sdpa"),
+        (qwen_window, [1], False, "sdpa"),
+        (mistral_window, [0, 1], True, "sdpa"),
+        (mistral_window, [0, 1], False, "eager"),
+    ],
+)
+def test_windows_inside_a_plain_model(config, layers, split, attention, window):
+    """The mask is the one that the model hands to each of its layers."""
+    # At padding, a plain eager layer makes NaNs in float64: its mask's lowest value is none that its softmax can hold.
+    dtype, tolerance = (torch.float32, FLOAT32) if (attention, layers) == ("eager", [1]) else (torch.float64, FLOAT64)
+    case = Case(dtype=dtype, attention=attention, **config(window))
+    plain = copy.deepcopy(case.model)
+    patchers = [patched(case.model.model.layers[i].self_attn, attention, split) for i in layers]
+    got, expected = model_batch(case.model), model_rows(plain)
+    assert_rows(expected, got, tolerance)
+    assert all(p.stats["token_ratio"] > 1 for p in patchers)
+    for logits in (got, expected):
+        loss_of([x.log_softmax(-1) for x in logits]).backward()
+    assert worst_gradient(gradients(plain), gradients(case.model)) <= tolerance
+
+
+def test_the_windows_above_bite():
+    for config in (qwen_window, mistral_window):
+        wide = model_rows(Case(**config(15)).model)
+        for window in (1, 4, 7, 14):
+            narrow = model_rows(Case(**config(window)).model)
+            assert max((a - b).abs().max() for a, b in zip(wide, narrow, strict=True)) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["none", "flat", "bool", "added"])
+@pytest.mark.parametrize("settings", [{}, {"response_len": WIDTH, "prompt_groups": GROUPS}])
+@pytest.mark.parametrize("config", [qwen_window, mistral_window])
+def test_masks_of_a_layer_with_a_window(config, settings, kind):
+    """Of four dimensions or not, the layer does what it does inside its model. (Alone and without a mask, a plain
+    layer sees its whole row: no model asks it to, as rows longer than the window come with a mask.)"""
+    case = Case(layer=1, **config(4))
+    rows, (hidden, positions) = ROWS, case.inputs()
+    mask = MASK
+    if kind == "none":
+        settings = {}
+        rows = [(p, torch.cat([r, torch.full((15 - len(p) - len(r),), 9)])) for p, r in ROWS]
+        hidden, positions = case.inputs(torch.stack([torch.cat(row) for row in rows]), torch.arange(15)[None])
+        mask = torch.ones_like(MASK)
+    expected = []
+    for row in rows:
+        inputs = case.inputs(torch.cat(row)[None], torch.arange(len(row[0]) + len(row[1]))[None])
+        own_mask = create_sliding_window_causal_mask(case.model.config, inputs[0], None, None)
+        expected.append(case.plain(*inputs, own_mask)[0][0])
+    patched(case.layer, **settings)
+    handed = {"none": None, "flat": BATCH["attention_mask"]}.get(kind, windowed(MASK, 4))
+    if kind == "added":
+        handed = torch.zeros(handed.shape, dtype=hidden.dtype).masked_fill(~handed, torch.finfo(hidden.dtype).min)
+    got = per_row(case.layer(hidden, positions, handed)[0], mask)
+    assert_rows(expected, got)
+    got = loss_of(got)
+    got.backward()
+    loss_of(expected).backward()
+    assert worst_gradient(gradients(case.plain), gradients(case.layer)) <= FLOAT64
+
+
+def windowed(mask, window):
+    """``(B, 1, S, S)``: the causal mask of rows without holes, within a window."""
+    return causal(mask) & torch.ones(mask.shape[1], mask.shape[1]).triu(1 - window).bool()
+
+
+def test_masks_are_as_transformers_makes_them():
+    config = Case(**mistral_window(4)).model.config
+    hidden = torch.zeros(*MASK.shape, 32)
+    for expected, make in ((causal(MASK), create_causal_mask), (windowed(MASK, 4), create_sliding_window_causal_mask)):
+        made = make(config, hidden, MASK, None)
+        assert torch.equal(made & MASK[:, None, :, None], expected)
+
+
+def with_a_hole():
+    """Transformers counts the columns of a padded batch, also those inside a row; a plan does not."""
+    mask = MASK.clone()
+    longest = mask.sum(1).argmax()
+    mask[longest, 8] = False
+    return windowed(mask, 4)
+
+
+@pytest.mark.parametrize(
+    ("layer", "mask"),
+    [
+        pytest.param(1, windowed(MASK, 3), id="narrower"),
+        pytest.param(1, windowed(MASK, 5), id="wider"),
+        pytest.param(1, causal(MASK), id="none"),
+        pytest.param(1, with_a_hole(), id="padding-inside"),
+        pytest.param(0, windowed(MASK, 4), id="layer-without-a-window"),
+    ],
+)
+def test_masks_of_another_window_are_named(layer, mask):
+    case = Case(layer=layer, **qwen_window(4))
     patched(case.layer)
-    with pytest.raises(ValueError, match="sliding_window: expected rows of at most 9 tokens"):
-        case.layer(*case.inputs(), BATCH["attention_mask"])
+    message = (
+        rf"attention_mask: expected a causal one with padding and the layer's window \({'4' if layer else 'None'}\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        case.layer(*case.inputs(), mask)
+
+
+def test_a_window_in_the_config_is_read_at_every_call():
+    case = Case("mistral", sliding_window=100)
+    plain = copy.deepcopy(case.model)
+    for layer in case.model.model.layers:
+        patched(layer.self_attn)
+    for window in (100, 5, None):
+        case.model.config.sliding_window = plain.config.sliding_window = window
+        assert_rows(model_rows(plain), model_batch(case.model))

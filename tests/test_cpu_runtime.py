@@ -1,6 +1,7 @@
 """The CPU runtime: seeded generation over shared prompts, weights, and how a run chooses it."""
 
 import pytest
+import tiny_models
 import torch
 from fresh_process import run_python
 from tiny import tiny_model
@@ -101,6 +102,20 @@ def test_log_probs_are_the_models_own_under_the_distribution_drawn_from(sampling
             logits[outside.gather(1, index.argsort(1))] = -torch.inf
         expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_siblings_have_recurrent_states_of_their_own(name):
+    engine = PromptSharingGenerator(tiny_models.build(name), [END], kept_tokens=10_000)
+    for _ in range(2):  # the second time from kept states
+        completions = engine.generate(requests())
+        assert len({tuple(completion.token_ids) for completion in completions}) == len(completions)
+        for request, completion in zip(requests(), completions, strict=True):
+            row = torch.tensor([[*request.prompt, *completion.token_ids]])
+            with torch.no_grad():
+                log_p = engine.model(row).logits[0, len(request.prompt) - 1 : -1].float().log_softmax(-1)
+            own = log_p.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            assert completion.log_probs == pytest.approx(own.tolist(), abs=1e-5)
 
 
 def test_draws_follow_the_distribution():

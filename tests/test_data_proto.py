@@ -489,12 +489,6 @@ def test_what_a_model_cannot_do_later_is_known_before_the_first_step(tmp_path, m
 
     rows = shortest_first(interleaved_rows())
     for name, config, attention, message in (
-        (
-            "window",
-            {"model_type": "mistral", "sliding_window": 12},
-            "auto",
-            "sliding_window: expected rows of at most 12",
-        ),
         ("dropout", {"attention_dropout": 0.1}, "auto", "attention_dropout"),
         ("dense", {}, "eager", "attn_implementation: expected micro-batches of at most 60 tokens"),
     ):
@@ -505,6 +499,15 @@ def test_what_a_model_cannot_do_later_is_known_before_the_first_step(tmp_path, m
         with pytest.raises(ValueError, match=message):
             actor.update_policy(data_proto(rows))
         assert_nothing_happened(actor, before)
+
+
+def test_a_window_that_bites_is_right(tmp_path, rows):
+    model = tiny_model("mistral", dtype=torch.float64, sliding_window=6)
+    model.save_pretrained(tmp_path)
+    scored = make_actor(tmp_path, dtype="float64").compute_log_prob(data_proto(rows))["log_probs"]
+    assert min(len(p) + len(r) for p, r in rows) < 6 < max(len(p) for p, _ in rows)
+    for values, expected in zip(scored, per_row(model, rows)[0], strict=True):
+        assert not len(expected) or (values[: len(expected)] - expected).abs().max() <= FLOAT64
 
 
 @pytest.mark.parametrize("mode", ["shared", "unshared"])
@@ -641,7 +644,7 @@ def test_a_schedule_goes_on_without_a_warning_when_the_first_step_is_skipped(fol
     assert not [str(w.message) for w in recwarn if "lr_scheduler" in str(w.message)]
 
 
-def test_images_are_refused(folder, rows):
+def test_media_are_refused_for_a_text_model(folder, rows):
     import numpy as np
     from verl import DataProto
 

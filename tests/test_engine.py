@@ -30,10 +30,9 @@ def build_engine(path, strategy, checkpointing=False, forward_only=False, model=
     model_config = HFModelConfig(
         path=path,
         load_tokenizer=False,
-        use_remove_padding=False,
         enable_gradient_checkpointing=checkpointing,
         override_config={"attn_implementation": "sdpa"} if stock else {},
-        **model or {},
+        **{"use_remove_padding": False} | (model or {}),
     )
     model_config.model_type = "language_model"
     fp32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
+from zorro_verl.families import SUPPORTED_MODEL_TYPES
 from zorro_verl.flops import flop_bound_speedup
 
 # Per token: linear layers 2 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 10) = 864, head 8 * 50 = 400. Per pair: 2 * 2 * 8 = 32.
@@ -78,7 +79,13 @@ def test_linear_attention_sees_no_pairs():
     assert got == (linear * 4 + 16 * 6 + 800) / (linear * 3 + 16 * 5 + 800)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "llama"])
+def test_experts_as_wide_as_the_config_says_of_mlps():
+    """Mixtral's and OLMoE's configs have one width."""
+    linear = 2 * (2 * 8 * 8 + 2 * 8 * 4) + 2 * 3 * 8 * 20
+    assert bound((1, [1, 1]), num_experts_per_tok=2) == (linear * 4 + 32 * 6 + 800) / (linear * 3 + 32 * 5 + 800)
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
 def test_configs_of_transformers_are_understood(model_type):
     """Long prompts, many short responses: what is shared comes near the number of rows."""
     config = AutoConfig.for_model(model_type)

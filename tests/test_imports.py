@@ -28,6 +28,7 @@ MODULES: dict[str, set[str]] = {
     "padded_plan": {"torch"},
     "varlen": {"torch"},
     "attention": {"torch"},
+    "linear_attention": {"torch"},
     "log_probs": {"torch"},
     "triton_reconstruct": {"torch", "triton"},
     "reconstruct": {"torch"},
@@ -36,8 +37,13 @@ MODULES: dict[str, set[str]] = {
     "zorro_train": {"torch"},
     "batching": {"torch"},
     "metrics": {"torch"},
+    "media": {"torch"},
     "micro_batches": {"torch"},
+    "attention_kernels": {"torch"},
+    "families": {"transformers", "packaging"},
+    "mixers": {"torch"},
     "models": {"torch", "transformers"},
+    "router": {"torch", "transformers"},
     "patched_call": {"torch"},
     "patched_forward": {"torch", "transformers"},
     "patched_attention": {"torch"},
@@ -46,12 +52,17 @@ MODULES: dict[str, set[str]] = {
     "verl_rows": {"torch", "tensordict"},
     "actor_options": {"torch", "verl"},
     "verl_config": {"omegaconf", "transformers", "verl"},
-    "padded_batch": {"torch", "tensordict"},
+    "padded_batch": {"torch", "tensordict", "transformers"},
     "standalone": {"torch", "tensordict", "transformers", "verl"},
     "data_proto": {"torch", "tensordict", "verl"},
     "actor": {"torch", "tensordict", "transformers", "verl"},
     "trainer": {"torch", "tensordict", "verl"},
     "plugin": set(),
+    "equivalence": {"torch", "transformers"},
+    "layer_loading": {"torch", "transformers", "huggingface_hub", "safetensors"},
+    "layerwise": {"torch", "transformers"},
+    "verify": {"torch", "transformers"},
+    "cli": {"typer", "rich"},
 }
 # The CPU runtime knows nothing of sharing, and sharing nothing of the CPU runtime.
 RUNTIME = "cpu_runtime"
@@ -62,7 +73,6 @@ RUNTIME_LIGHT = {"cpu_runtime", "cpu_runtime.hooks"}  # loaded with every `impor
 # Optional or heavy: imported inside the function that needs them.
 INSIDE_FUNCTIONS: dict[str, set[str]] = {
     "varlen": {"flash_attn"},
-    "models": {"flash_attn"},
     "plugin": {"packaging", "torch", "verl"},
     "actor": {"verl"},
     "trainer": {"verl"},
@@ -76,6 +86,7 @@ TORCH_ONLY = (
     ".padded_plan",
     ".varlen",
     ".attention",
+    ".linear_attention",
     ".log_probs",
     ".reconstruct",
     ".flops",
@@ -84,7 +95,9 @@ TORCH_ONLY = (
     ".zorro_train",
     ".batching",
     ".metrics",
+    ".media",
     ".micro_batches",
+    ".attention_kernels",
 )
 BLOCKED = ("verl", "transformers", "flash_attn", "fla", "triton", "ray", "tensordict", "numpy", "hydra", "omegaconf")
 

@@ -89,6 +89,18 @@ def test_a_group_cut_over_micro_batches_and_ranks_is_one_group():
     assert step["zorro/tokens_packed"] == (20 + 10) + (10 + 2) + (20 + 4)
 
 
+def test_rows_with_media_count_where_they_could_have_been_shared():
+    """Rows of prompt "a" stay alone on two ranks, beside one of it without media; "b" has one row, "c" is cut."""
+    counts = [ShareCounts() for _ in range(2)]
+    counts[0].add_micro_batch(60, 50, "aaabc", [True, True, False, True, False])
+    counts[1].add_micro_batch(36, 34, "acc", [True, False, False])
+    step = ShareCounts.pop_from(trained([counts])).step_metrics(epochs=1)
+    assert step["zorro/fallback/multimodal"] == 3
+    assert step["zorro/fallback/group_cut"] == 1
+    assert step["zorro/groups_split"] == 1
+    assert step["zorro/groups"] == 3
+
+
 def test_a_row_that_is_alone_in_its_group_is_no_fallback():
     step = counts_of({"a": 1, "b": 1}, {"c": 1}).step_metrics(epochs=1)
     assert step["zorro/groups"] == 3

@@ -98,7 +98,7 @@ def test_the_documented_call():
         "token_ratio": 48 / 21,
         "groups": 1,
         "groups_split": 0,
-        "fallback": {"use_cache": 0, "inputs_embeds_grad": 0},
+        "fallback": {"use_cache": 0, "inputs_embeds_grad": 0, "multimodal": 0},
     }
     patcher.unpatch()
     with Qwen3ModelPatcher(model, use_split_attention=True):
@@ -231,13 +231,32 @@ def test_several_sequences_in_one_row_under_checkpointing():
 
 
 def test_the_config_may_change_while_patched():
-    model, _ = pair("mistral", sliding_window=100)
+    """Its layers read some of it in every call."""
+    model, plain = pair("mistral", sliding_window=100)
+    wide = row_logits(plain)
     patched(model)
+    assert_rows(wide, call(model))
     model.config.output_hidden_states = True
     assert len(model(BATCH["input_ids"]).hidden_states) == 3
-    model.config.sliding_window = 4
-    with pytest.raises(ValueError, match="sliding_window: expected rows of at most 4"):
-        model(BATCH["input_ids"])
+    for m in (model, plain):
+        m.config.sliding_window = 4
+    narrow = row_logits(plain)
+    assert max((a - b).abs().max() for a, b in zip(wide, narrow, strict=True)) > 1e-3
+    assert_rows(narrow, call(model))
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("sliding_window", [1, 4, 7, 100])
+def test_layers_with_a_sliding_window(sliding_window, split):
+    """Shorter than the responses, shorter than the prompts, and longer than any row."""
+    model, plain = pair("mistral", sliding_window=sliding_window)
+    patcher = patched(model, use_split_attention=split)
+    got, expected = call(model), row_logits(plain)
+    assert patcher.stats["tokens_packed"] == 51
+    assert_rows(expected, got)
+    loss_of(got).backward()
+    loss_of(expected).backward()
+    assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT64
 
 
 def test_a_mask_for_all_rows():
@@ -342,7 +361,7 @@ def test_embeddings_with_a_gradient_keep_it_row_by_row():
         (logits.log_softmax(-1)[:, :, 7] * torch.arange(1.0, 4)[:, None]).sum().backward()
         grads.append(torch.stack([leaf.grad for leaf in leaves]))
     torch.testing.assert_close(*grads, atol=FLOAT32, rtol=0)
-    assert patcher.stats["fallback"] == {"use_cache": 0, "inputs_embeds_grad": 3}
+    assert patcher.stats["fallback"] == {"use_cache": 0, "inputs_embeds_grad": 3, "multimodal": 0}
 
 
 def test_embeddings_that_differ_are_not_shared():
@@ -362,7 +381,7 @@ def test_a_cache_runs_as_the_plain_model_and_is_counted(temperature):
     patcher = patched(model, temperature=temperature)
     ids = torch.tensor([3, 1, 4, 1, 5, 9]).expand(4, 6)
     got, expected = model(ids, use_cache=True), plain(ids, use_cache=True)
-    assert patcher.stats["fallback"] == {"use_cache": 4, "inputs_embeds_grad": 0}
+    assert patcher.stats["fallback"] == {"use_cache": 4, "inputs_embeds_grad": 0, "multimodal": 0}
     assert patcher.stats["token_ratio"] == 1
     torch.testing.assert_close(got.logits, expected.logits / temperature, atol=FLOAT64, rtol=0)
     for a, b in zip(got.past_key_values, expected.past_key_values, strict=True):

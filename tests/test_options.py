@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from zorro_verl.attention_kernels import ATTENTION_IMPLEMENTATIONS
 from zorro_verl.log_probs import LOGITS_OPTIMIZATIONS
-from zorro_verl.models import ATTENTION_IMPLEMENTATIONS
 from zorro_verl.options import CONFIG_KEY, ZorroOptions
 
 

@@ -71,7 +71,47 @@ def test_hand_written_example():
         111.....1.
         111.....11
     """.split()
-    assert plan.dense_mask.int().tolist() == [[int(c == "1") for c in line] for line in drawing]
+    assert plan.dense_mask().int().tolist() == [[int(c == "1") for c in line] for line in drawing]
+
+
+def test_hand_written_window():
+    """The same rows, of which a token sees its own and the two before it."""
+    plan = plan_of(hand_written_rows())
+    call = plan.forest.window_call(3)
+    assert (call.window, call.causal, call.query_start, call.num_keys) == (3, True, 0, 14)
+    #                                  P0 P1 P2  Q0 Q1 c0  P1 P2 a0 a1  P1 P2 b0 b1
+    assert call.key_index.tolist() == [0, 1, 2, 3, 4, 5, 1, 2, 6, 7, 1, 2, 8, 9]
+    assert call.cu_seqlens_q.tolist() == [0, 3, 6, 8, 10]
+    assert call.cu_seqlens_k.tolist() == [0, 3, 6, 10, 14]
+    assert call.blocks == [(0, 3, 0, 3), (3, 6, 3, 6), (6, 8, 6, 10), (8, 10, 10, 14)]
+    assert (call.max_seqlen_q, call.max_seqlen_k) == (3, 4)
+    assert call.cu_seqlens_q.dtype == call.cu_seqlens_k.dtype == torch.int32
+    assert call.key_index.dtype == torch.int64
+    drawing = """
+        1.........
+        11........
+        111.......
+        ...1......
+        ...11.....
+        ...111....
+        .11...1...
+        ..1...11..
+        .11.....1.
+        ..1.....11
+    """.split()
+    assert plan.dense_mask(3).int().tolist() == [[int(c == "1") for c in line] for line in drawing]
+    assert [call.window for call in (plan.forest.self_call, *plan.forest.cross_calls)] == [None, None]
+    assert [call.key_index for call in (plan.forest.self_call, *plan.forest.cross_calls)] == [None, None]
+
+
+def test_a_window_over_empty_segments():
+    """root(3) <- empty <- mid(1) <- leaf(2), leaf(0): the leaf of two reaches into the root."""
+    forest = Forest(torch.tensor([3, 0, 1, 2, 0]), torch.tensor([-1, 0, 1, 2, 2]))
+    # packed: r0 r1 r2 | m0 | l0 l1
+    assert forest.window_call(1).key_index.tolist() == [0, 1, 2, 3, 4, 5]
+    assert forest.window_call(3).key_index.tolist() == [0, 1, 2, 1, 2, 3, 2, 3, 4, 5]
+    assert forest.window_call(3).cu_seqlens_k.tolist() == [0, 3, 3, 6, 10, 10], "no keys for segments without a token"
+    assert forest.window_call(9).key_index.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
 
 
 def test_roots_that_are_alone_stand_behind_those_with_children():
@@ -249,6 +289,37 @@ def test_visibility_against_brute_force(case):
         ]
         assert forest.visible().tolist() == expected
         assert forest.segment_index().tolist() == [tokens[t][0] for t in range(forest.num_tokens)]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 100])
+def test_windows_against_brute_force(window):
+    """What is visible, and what the call computes, from its device tensors as a kernel reads them."""
+    for lengths, parents in FORESTS:
+        forest = Forest(lengths, parents)
+        if forest.num_tokens == 0:
+            continue
+        starts = forest.starts.tolist()
+        expected = torch.zeros(forest.num_tokens, forest.num_tokens, dtype=torch.int64)
+        for s in range(len(lengths)):
+            segments = [*reversed(lineage(parents, s)), s]
+            row = [starts[t] + i for t in segments for i in range(int(lengths[t]))]
+            for place in range(len(row) - int(lengths[s]), len(row)):
+                expected[row[place], row[max(0, place - window + 1) : place + 1]] = 1
+        assert torch.equal(forest.visible(window).long(), expected)
+
+        call, computed = forest.window_call(window), torch.zeros_like(expected)
+        bounds = zip(*(x[i:].tolist() for x in (call.cu_seqlens_q, call.cu_seqlens_k) for i in (0, 1)), strict=False)
+        for q0, q1, k0, k1 in bounds:
+            for q in range(q0, q1):
+                own = k1 - (q1 - q)
+                for key in call.key_index[max(k0, own - window + 1) : own + 1].tolist():
+                    computed[q, key] += 1
+        assert torch.equal(computed, expected)
+        lens_q, lens_k = call.cu_seqlens_q.diff(), call.cu_seqlens_k.diff()
+        assert (call.max_seqlen_q, call.max_seqlen_k) == (int(lens_q.max()), int(lens_k.max()))
+        assert call.num_keys == call.key_index.numel() == int(call.cu_seqlens_k[-1])
+        bounds = zip(*(x[i:].tolist() for x in (call.cu_seqlens_q, call.cu_seqlens_k) for i in (0, 1)), strict=False)
+        assert call.blocks == [b for b in bounds if b[1] > b[0]]
 
 
 def covered(call, num_tokens):

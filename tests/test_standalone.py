@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from tensordict import TensorDict
 from tiny import batch_b0, gradients, padded_batch, per_row, shuffled, tiny_model, worst_gradient
@@ -406,6 +407,16 @@ def fsdp_actor_config(**options):
 def test_verls_flag_for_chunks_asks_for_compute(folder, given, expected):
     config = fsdp_actor_config(entropy_from_logits_with_chunking=True)
     assert make_actor(folder, actor_config=config, logits_optimization=given).options.logits_optimization == expected
+
+
+@pytest.mark.parametrize("mode", ["auto", "expand", "fork"])
+def test_how_linear_layers_share_is_said_in_the_config(tmp_path, mode):
+    from zorro_verl.options import ZorroOptions
+    from zorro_verl.verl_config import ZorroActorConfig
+
+    tiny_models.build("qwen3_next").save_pretrained(tmp_path)
+    config = ZorroActorConfig(rollout_n=1, use_dynamic_bsz=True, zorro=ZorroOptions(linear_attention=mode))
+    assert make_actor(tmp_path, actor_config=config).model.forward.linear_attention == mode
 
 
 def test_options_are_said_once(folder):

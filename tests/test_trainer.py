@@ -13,6 +13,23 @@ def material(tmp_path_factory):
     return make_material(tmp_path_factory.mktemp("material"))
 
 
+def test_a_hybrid_model_with_a_vision_tower_trains(tmp_path):
+    """Text rows of a checkpoint that verl loads with its vision tower, and whose weights the rollout takes by name."""
+    make_material(tmp_path, "qwen3_5")
+    arguments = [*overrides(tmp_path, "zorro", ranks=1), "actor_rollout_ref.rollout.calculate_log_probs=True"]
+    arguments += ["actor_rollout_ref.rollout.dtype=float32"]
+    code, output = run_trainer(arguments, tmp_path, timeout=360)
+    assert code == 0, output[-4000:]
+    steps = [step for step in logged_steps(output) if "zorro/token_ratio" in step]
+    assert len(steps) == 2, output[-4000:]
+    for step in steps:
+        assert step["zorro/groups"] == 4
+        assert step["zorro/groups_split"] == step["zorro/fallback/multimodal"] == 0
+        assert step["zorro/token_ratio"] > 1.5
+        assert step["training/rollout_probs_diff_max"] < 1e-5
+    assert steps[0]["actor/grad_norm"] > 0
+
+
 def test_one_override_trains_with_whole_groups(material):
     """Two ranks, two mini-batches a step, dynamic micro-batches, checkpointing, validation, a checkpoint at the end."""
     arguments = [

@@ -1,6 +1,7 @@
 """The run's config on the driver: the group's options reach actor and reference, and bad runs stop before Ray."""
 
 import pytest
+import tiny_models
 import torch
 from hydra import compose, initialize_config_module
 from tiny import tiny_model
@@ -64,12 +65,15 @@ def test_bad_runs_stop_on_the_driver(folder, overrides, message):
         prepared(folder, "actor_rollout_ref.actor.strategy=zorro", *overrides)
 
 
-def test_a_window_that_bites_stops_on_the_driver(tmp_path):
-    tiny_model("mistral", dtype=torch.float32, sliding_window=100).save_pretrained(tmp_path)
-    lengths = ["data.max_prompt_length=64", "data.max_response_length=64"]
-    with pytest.raises(ValueError, match="sliding_window.*100 tokens, got one of 128"):
-        prepared(tmp_path, "actor_rollout_ref.actor.strategy=zorro", *lengths)
-    prepared(tmp_path, "actor_rollout_ref.actor.strategy=zorro", *lengths, "data.max_response_length=36")
+def test_a_config_with_a_text_part_is_checked_there(tmp_path):
+    tiny_models.build("qwen3_5", torch.float32).save_pretrained(tmp_path)
+    zorro, override = "actor_rollout_ref.actor.strategy=zorro", f"+{MODEL}.override_config"
+    prepared(tmp_path, zorro)
+    prepared(tmp_path, zorro, f"{override}.attention_dropout=0.1")  # the text model does not read it there
+    key = rf"attention_dropout.*{override[1:]}.text_config.attention_dropout=0"
+    for place in ("override_config", "override_config.model_config"):
+        with pytest.raises(ValueError, match=key):
+            prepared(tmp_path, zorro, f"+{MODEL}.{place}.text_config.attention_dropout=0.1")
 
 
 def test_other_strategies_are_left_alone(folder):

@@ -9,6 +9,8 @@ import subprocess
 import sys
 
 import pandas
+import tiny_models
+import torch
 from tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -25,8 +27,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 '''
 
 
-def make_material(folder):
-    """``model/``, ``train.parquet``, ``val.parquet`` and ``reward.py`` in ``folder``."""
+def make_material(folder, model_type="qwen3"):
+    """``model/`` of a type, ``train.parquet``, ``val.parquet`` and ``reward.py`` in ``folder``."""
     characters = [chr(c) for c in range(32, 127)] + ["\n"]
     vocabulary = {token: i for i, token in enumerate([*SPECIALS, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIALS[0]))
@@ -40,14 +42,11 @@ def make_material(folder):
         chat_template=TEMPLATE,
     )
     fast.save_pretrained(folder / "model")
-    model = tiny_model(
-        dtype=None,
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        head_dim=16,
-        eos_token_id=fast.eos_token_id,
-        pad_token_id=fast.pad_token_id,
-    )
+    ids = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id, "vocab_size": len(vocabulary)}
+    if model_type == "qwen3":
+        model = tiny_model(dtype=None, hidden_size=64, head_dim=16, **ids)
+    else:
+        model = tiny_models.build(model_type, torch.float32, **ids)
     model.float().save_pretrained(folder / "model")
     rng = random.Random(0)
     rows = []

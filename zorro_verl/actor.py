@@ -27,20 +27,15 @@ from verl.workers.engine.utils import postprocess_batch_func
 
 from zorro_verl.actor_options import check_options, with_chunking
 from zorro_verl.data_proto import DataProtoActor
+from zorro_verl.families import check_supported, check_training
 from zorro_verl.grouping import Rows
+from zorro_verl.media import Media, Vision
 from zorro_verl.metrics import ShareCounts, skipped_step_metric
 from zorro_verl.micro_batches import MicroBatches, token_budget
-from zorro_verl.models import (
-    SharedPrompt,
-    check_supported,
-    check_training,
-    check_window,
-    install,
-    sliding_window,
-)
+from zorro_verl.models import SharedPrompt, install
 from zorro_verl.options import CONFIG_KEY, ZorroOptions
 from zorro_verl.packing import Plan, build_plan
-from zorro_verl.verl_rows import check_batch, rows_from_verl
+from zorro_verl.verl_rows import check_batch, position_axes, rows_from_verl
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +113,8 @@ class DeduplicatedActor(DataProtoActor, FSDPEngineWithLMHead):
         if attention == "auto":
             # verl's own default of flash_attention_2 is no request: only what the user wrote counts.
             attention = self.model_config.override_config.get("attn_implementation", "auto")
-        install(module, attention, self.options.use_split_attention, device=get_device_name())
+        options = self.options
+        install(module, attention, options.use_split_attention, get_device_name(), options.linear_attention)
         self._dense = module.forward.kernels is None
         return module
 
@@ -162,10 +158,16 @@ class DeduplicatedActor(DataProtoActor, FSDPEngineWithLMHead):
         failure, indices = None, []
         try:
             _refuse_flags(data)
-            rows = rows_from_verl(data)
-            check_batch(data, rows, self.module.get_input_embeddings().num_embeddings)
-            check_window(sliding_window(self.model_config.hf_config), int(rows.lens.max()))
-            batch = MicroBatches(rows)
+            config = self.module.config
+            rows, media = rows_from_verl(data, Vision.of(config))
+            check_batch(data, rows, self.module.get_input_embeddings().num_embeddings, position_axes(config))
+            media.check(rows)
+            if self.get_data_parallel_size() > 1 and len(media.kinds) > 1:
+                raise ValueError(
+                    "multi_modal_inputs: expected images or videos on a rank, got both: the vision tower would run "
+                    "twice there and once elsewhere, and ranks would wait for each other; train on one kind at a time"
+                )
+            batch = MicroBatches(rows, media)
             budget = _token_budget(data, int(rows.lens.max()))
             indices = batch.split(*budget)
             if self._dense:
@@ -196,9 +198,9 @@ class DeduplicatedActor(DataProtoActor, FSDPEngineWithLMHead):
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
         """verl's micro-batch of jagged rows -> the packed model inputs and the plan to read the output with."""
-        rows = rows_from_verl(micro_batch)
+        rows, media = rows_from_verl(micro_batch, Vision.of(self.module.config))
         calculate_entropy = tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False)
-        inputs, plan = self.pack(rows, micro_batch["temperature"], calculate_entropy)
+        inputs, plan = self.pack(rows, media, micro_batch["temperature"], calculate_entropy)
         return inputs, {"plan": plan}
 
     def prepare_model_outputs(
@@ -219,8 +221,10 @@ class DeduplicatedActor(DataProtoActor, FSDPEngineWithLMHead):
             jagged[name] = torch.nested.nested_tensor_from_jagged(full, offsets)
         return jagged
 
-    def pack(self, rows: Rows, temperature: float | Tensor, calculate_entropy: bool) -> tuple[dict[str, Any], Plan]:
-        """What the model is called with for ``rows``: each distinct prompt once."""
+    def pack(
+        self, rows: Rows, media: Media, temperature: float | Tensor, calculate_entropy: bool
+    ) -> tuple[dict[str, Any], Plan]:
+        """What the model is called with for ``rows``: each distinct prompt once, and rows with media whole."""
         plan = build_plan(rows)
         if isinstance(temperature, Tensor) and temperature.dim() > 0:
             temperature = temperature.to(rows.tokens.device)[plan.label_row]
@@ -229,7 +233,7 @@ class DeduplicatedActor(DataProtoActor, FSDPEngineWithLMHead):
         )
         positions = plan.pack(rows.position_ids)
         inputs = {"input_ids": plan.pack(rows.tokens)[None], "position_ids": positions.unsqueeze(-2), "zorro": shared}
-        return inputs, plan
+        return inputs | media.model_inputs(rows.tokens.device), plan
 
     def train_batch(self, data: TensorDict, loss_function: Any) -> dict:
         output = super().train_batch(data, loss_function)

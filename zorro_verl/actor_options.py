@@ -25,7 +25,7 @@ UNSUPPORTED = (
     ("use_liger", False, "it is not tested with shared prompts"),
     ("calculate_sum_pi_squared", False, "it needs logits that are never made; use strategy=fsdp2"),
     ("qat.enable", False, "use strategy=fsdp2"),
-    ("router_replay.mode", "disabled", "no supported model has experts"),
+    ("router_replay.mode", "disabled", "verl replays routes with other engines than FSDP only"),
 )
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -63,6 +63,8 @@ def resolve_options(options: ZorroOptions, config: FSDPActorConfig) -> ZorroOpti
             raise ValueError(
                 f"{name}: expected {theirs!r} as in actor_config.zorro, got {ours!r}; give both the same value"
             )
+    # The constructor has no argument for it: the config alone says.
+    options = replace(options, linear_attention=given.linear_attention)
     return with_chunking(options, config, config.fsdp_config)
 
 

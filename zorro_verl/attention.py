@@ -1,4 +1,4 @@
-"""Softmax attention over a forest of segments: the dense reference first, then split attention.
+"""Softmax attention over a forest of segments: the dense reference, split attention, attention within a window.
 
           keys:  P0 P1 P2 | a0 a1 | b0 b1
     P0 P1 P2     1  .  .    .  .    .  .       self call    P on P, a on a, b on b, causal
@@ -11,6 +11,14 @@
 
 With ``O_i, L_i`` the output and log-sum-exp of each call, ``L = log(sum_i exp L_i)`` and
 ``O = sum_i exp(L_i - L) O_i`` (Rabe and Staats, 2021; Dao et al., 2022). All tensors are ``(tokens, heads, D)``.
+
+A sliding window of 3 tokens leaves of a's and b's sight of P a part that is no rectangle:
+
+          keys:  P1 P2 a0 a1 | P1 P2 b0 b1
+    a0 a1         1  1  1  .                   one call over copies of the keys: the tail of P that the window reaches
+                  .  1  1  1                   in front of each response's own, causal within the window
+    b0 b1                       1  1  1  .
+                                .  1  1  1
 """
 
 from __future__ import annotations
@@ -104,8 +112,57 @@ def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, forest: Forest, window: int, scale: float, kernels: Kernels
+) -> Tensor:
+    """Attention in which a token sees the last ``window`` tokens of its row, itself included.
+
+    Args:
+        q: ``(T, Hq, D)``; k, v: ``(T, Hkv, D)`` with Hq a multiple of Hkv.
+        forest: the segments the T tokens belong to.
+        window: at least 1.
+        scale: factor on the scores.
+        kernels: what computes the call.
+
+    Returns:
+        ``(T, Hq, D)`` of q's dtype. Copies of K and V, one for each segment that sees them, live within the forward
+        and within the backward only; their gradients are summed in float32 (float64 for float64 inputs).
+    """
+    return _WindowAttention.apply(q, k, v, forest.window_call(window), scale, kernels)
+
+
+class _WindowAttention(torch.autograd.Function):
+    """Owns its backward, to gather keys and values anew there: autograd would keep the copies from the forward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call, scale, kernels):
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, lse = kernels.forward(q, k[call.key_index], v[call.key_index], call, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call, ctx.scale, ctx.kernels = call, scale, kernels
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        call, index = ctx.call, ctx.call.key_index
+        dq, *copies = ctx.kernels.backward(grad.contiguous(), q, k[index], v[index], out, lse, call, ctx.scale)
+        dk, dv = (torch.zeros(k.shape, dtype=lse.dtype, device=k.device) for _ in copies)
+        for total, copy in zip((dk, dv), copies, strict=True):
+            total.index_add_(0, index, copy.to(lse.dtype))
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
 def plan_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, kernels: Kernels | None, split: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    scale: float,
+    kernels: Kernels | None,
+    split: bool = True,
+    window: int | None = None,
 ) -> Tensor:
     """Attention of one layer over a packed micro-batch.
 
@@ -115,14 +172,24 @@ def plan_attention(
         scale: factor on the scores.
         kernels: what computes it; None runs the dense reference.
         split: False shares everything but attention, which then runs on the rows as they were.
+        window: the layer's sliding window: a token sees the last so many tokens of its row, itself included, whatever
+            its position ids are. None for all.
 
     Raises:
-        ValueError: the dense reference on more than `MAX_REFERENCE_TOKENS` tokens.
+        ValueError: a window below 1, or the dense reference on more than `MAX_REFERENCE_TOKENS` tokens.
     """
+    if window is not None and window < 1:
+        raise ValueError(
+            f"sliding_window: expected None or at least 1 token, got {window}; set it in the model's config"
+        )
+    if window is not None and plan.longest_row <= window:
+        window = None
     if not split:
         rows = plan.unshared
         q, k, v = (plan.unpack(x, 0) for x in (q, k, v))
-        return plan.pack(plan_attention(q, k, v, rows, scale, kernels), 0)
+        return plan.pack(plan_attention(q, k, v, rows, scale, kernels, window=window), 0)
+    if kernels is not None and window is not None:
+        return window_attention(q, k, v, plan.forest, window, scale, kernels)
     if kernels is not None:
         return split_attention(q, k, v, plan.forest, scale, kernels)
     if plan.num_tokens > MAX_REFERENCE_TOKENS:
@@ -130,4 +197,4 @@ def plan_attention(
             f"attn_implementation=eager: expected at most {MAX_REFERENCE_TOKENS} packed tokens (it builds a dense "
             f"mask), got {plan.num_tokens}; use attn_implementation=sdpa or a smaller token budget"
         )
-    return reference_attention(q, k, v, plan.dense_mask, scale)
+    return reference_attention(q, k, v, plan.dense_mask(window), scale)

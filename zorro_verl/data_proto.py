@@ -19,9 +19,9 @@ from verl.utils.py_functional import append_to_dict, rename_dict
 from verl.workers.config import FSDPActorConfig
 
 from zorro_verl.actor_options import advance, check_optimizer, fsdp_options, max_norm
+from zorro_verl.families import check_training
 from zorro_verl.metrics import ShareCounts, skipped_step_metric
 from zorro_verl.micro_batches import MicroBatches, check_count, token_budget
-from zorro_verl.models import check_training, check_window, sliding_window
 from zorro_verl.padded_batch import PaddedBatch
 from zorro_verl.standalone import Standalone
 
@@ -69,7 +69,7 @@ class DataProtoActor(Standalone):
         """
         read = self._read(data)
         batch = read.jagged(read.settings.get("temperature", 1.0), calculate_entropy)
-        groups = MicroBatches(read.rows)
+        groups = MicroBatches(read.rows, read.media)
         micro_batches = groups.split(*self._budget(read.settings, groups))
         dtype = torch.float64 if self.module.dtype == torch.float64 else torch.float32
         names = {"log_probs": "log_probs"} | ({"entropy": "entropys"} if calculate_entropy else {})
@@ -148,9 +148,8 @@ class DataProtoActor(Standalone):
             )
         if type(config.data_loader_seed) is not int:
             raise ValueError(f"data_loader_seed: expected an int, got {config.data_loader_seed!r}{in_config}")
-        groups, result = MicroBatches(read.rows), []
+        groups, result = MicroBatches(read.rows, read.media), []
         check_training(self.module.config, training=True)
-        check_window(sliding_window(self.module.config), groups.longest_row)
         index = TensorDict({"row": torch.arange(num_rows)}, batch_size=num_rows)
         shuffle = {"shuffle": config.shuffle}
         for part in tu.make_iterator(index, size, epochs, config.data_loader_seed, shuffle):
@@ -182,7 +181,7 @@ class DataProtoActor(Standalone):
     ) -> dict[str, Any]:
         """One optimizer step; its metrics by the names of verl's worker, and its counts as lists."""
         mini_batch = tu.index_select_tensor_dict(batch, step.rows)
-        loss, metrics, _ = self._accumulate(mini_batch, step.micro_batches, config)
+        loss, metrics = self._accumulate(mini_batch, step.micro_batches, config)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), norm).item()
         empty = not bool(mini_batch["response_mask"].values().any())
         skipped = empty or not math.isfinite(grad_norm)

@@ -77,7 +77,8 @@ def _mlp_width(config: Any, layer: int) -> int:
     dense = layer in _get(config, "mlp_only_layers", ()) or (layer + 1) % _get(config, "decoder_sparse_step", 1) != 0
     if not experts or dense:
         return _get(config, "intermediate_size")
-    return experts * _get(config, "moe_intermediate_size") + _get(config, "shared_expert_intermediate_size", 0)
+    own = _get(config, "moe_intermediate_size", 0) or _get(config, "intermediate_size")  # Mixtral and OLMoE have one
+    return experts * own + _get(config, "shared_expert_intermediate_size", 0)
 
 
 def _linear_attention(config: Any, hidden: int) -> int:

@@ -1,4 +1,4 @@
-"""Which rows of a batch share a prompt: decided by tokens and positions alone.
+"""Which rows of a batch share a prompt: decided by tokens and positions, but for rows that are to stay alone.
 
 Legend of shape letters, used in the whole package:
 
@@ -21,14 +21,22 @@ class Rows:
         position_ids: ``(N,)`` int64, or ``(A, N)`` with A axes of rotary positions.
         cu_seqlens: ``(B + 1,)`` int64 on the host: where each row starts in ``tokens``.
         prompt_lens: ``(B,)`` int64 on the host: prompt tokens of each row, at least 1.
+        alone: ``(B,)`` bool on the host: rows that share with nobody, for what their tokens don't say of their prompt.
 
     The row bounds live on the host because segment tables are small and are built there; everything that has one
     entry per token stays on the device of ``tokens``.
     """
 
-    __slots__ = ("tokens", "position_ids", "cu_seqlens", "prompt_lens")
+    __slots__ = ("tokens", "position_ids", "cu_seqlens", "prompt_lens", "alone")
 
-    def __init__(self, tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor, prompt_lens: Tensor):
+    def __init__(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        prompt_lens: Tensor,
+        alone: Tensor | None = None,
+    ):
         if tokens.dim() != 1 or tokens.dtype != torch.int64:
             raise ValueError(f"tokens: expected a (N,) int64 tensor, got {tuple(tokens.shape)} {tokens.dtype}")
         if position_ids.shape[-1] != tokens.shape[0]:
@@ -39,6 +47,7 @@ class Rows:
         self.position_ids = position_ids
         self.cu_seqlens = cu_seqlens.to("cpu", torch.int64)
         self.prompt_lens = prompt_lens.to("cpu", torch.int64)
+        self.alone = torch.zeros_like(self.prompt_lens, dtype=torch.bool) if alone is None else alone.cpu()
         lens = self.cu_seqlens.diff()
         if lens.numel() == 0:
             raise ValueError("input_ids: expected at least one row, got an empty batch")
@@ -47,6 +56,8 @@ class Rows:
                 f"cu_seqlens: expected {self.prompt_lens.numel()} rows over {tokens.shape[0]} tokens, "
                 f"got {lens.numel()} rows over {int(self.cu_seqlens[-1])}"
             )
+        if self.alone.dtype != torch.bool or self.alone.shape != lens.shape:
+            raise ValueError(f"alone: expected ({lens.numel()},) bool, got {_describe(self.alone)}")
         bad = ((self.prompt_lens < 1) | (self.prompt_lens > lens)).nonzero().flatten().tolist()
         if bad:
             raise ValueError(
@@ -56,7 +67,14 @@ class Rows:
             )
 
     @classmethod
-    def from_padded(cls, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, response_length: int) -> Rows:
+    def from_padded(
+        cls,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        response_length: int,
+        alone: Tensor | None = None,
+    ) -> Rows:
         """Rows of a padded ``(B, S)`` batch whose last ``response_length`` columns hold the responses.
 
         Where the padding lies, and which token it is written with, carries no meaning: the mask alone decides.
@@ -86,7 +104,7 @@ class Rows:
             position_ids = position_ids.transpose(0, 1)[:, valid]
         else:
             position_ids = position_ids[valid]
-        return cls(input_ids[valid], position_ids.long(), exclusive_cumsum(lens.cpu()), prompt_lens)
+        return cls(input_ids[valid], position_ids.long(), exclusive_cumsum(lens.cpu()), prompt_lens, alone)
 
     @property
     def num_rows(self) -> int:
@@ -122,8 +140,15 @@ def find_prompt_groups(rows: Rows) -> Tensor:
     """``(B,)`` int64 on the host: the group of each row, groups numbered by first appearance.
 
     Two rows are in one group exactly when their prompts have the same tokens at the same positions. Cost is linear
-    in the prompt tokens, with one device synchronisation.
+    in the prompt tokens, with one device synchronisation. A row that is `Rows.alone` is a group of its own.
     """
+    group = _by_prompt(rows)
+    if not bool(rows.alone.any()):
+        return group
+    return number_by_first_appearance(torch.where(rows.alone, rows.num_rows + torch.arange(rows.num_rows), group))
+
+
+def _by_prompt(rows: Rows) -> Tensor:
     group = number_by_first_appearance(prompt_fingerprints(rows))
     while True:
         first = first_rows(group)

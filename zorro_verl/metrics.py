@@ -21,8 +21,8 @@ class ShareCounts:
     Attributes:
         tokens_total: tokens of all rows, prompts counted once per row.
         tokens_packed: tokens that went through the model.
-        calls: for each call of the engine, in their order, ``(fingerprint, rows)`` of each group in each micro-batch:
-            a group that was cut has several.
+        calls: for each call of the engine, in their order, ``(fingerprint, rows, alone)`` of each group in each
+            micro-batch: a group that was cut has several, and one more for its rows that share with nobody.
         skipped_steps: optimizer steps that were skipped because the grad norm was not finite, or, stand-alone, because
             no token was in the loss.
     """
@@ -30,14 +30,18 @@ class ShareCounts:
     def __init__(self) -> None:
         self.tokens_total = 0
         self.tokens_packed = 0
-        self.calls: list[tuple[tuple[int, int], ...]] = [()]
+        self.calls: list[tuple[tuple[int, int, bool], ...]] = [()]
         self.skipped_steps = 0
 
-    def add_micro_batch(self, tokens_total: int, tokens_packed: int, fingerprints: Sequence[int]) -> None:
-        """Count one micro-batch; ``fingerprints`` holds one prompt fingerprint per row."""
+    def add_micro_batch(
+        self, tokens_total: int, tokens_packed: int, fingerprints: Sequence[int], alone: Sequence[bool] | None = None
+    ) -> None:
+        """Count one micro-batch: a prompt fingerprint for each row, and which rows were to share with nobody."""
+        alone = [False] * len(fingerprints) if alone is None else alone
         self.tokens_total += tokens_total
         self.tokens_packed += tokens_packed
-        self.calls[-1] += tuple(Counter(fingerprints).items())
+        pieces = Counter(zip(fingerprints, alone, strict=True))
+        self.calls[-1] += tuple((fingerprint, rows, apart) for (fingerprint, apart), rows in pieces.items())
 
     def to_metrics(self) -> dict[str, list]:
         """In the form that verl gathers over ranks and concatenates over mini-batches: every value a list."""
@@ -63,23 +67,28 @@ class ShareCounts:
         """The counts under their public names, ``fallback`` a mapping from each reason to rows.
 
         A group is one distinct prompt in one epoch. It was split when it came in several pieces, and its rows that
-        then went through the model alone are its fallback. Epochs are equal runs of calls.
+        then went through the model alone are its fallback, and so are those with media if it has other rows. Epochs
+        are equal runs of calls.
         """
-        groups = split = cut = 0
+        groups = split = cut = multimodal = 0
         per_epoch = max(1, len(self.calls) // epochs)
         for start in range(0, len(self.calls), per_epoch):
             pieces = [piece for call in self.calls[start : start + per_epoch] for piece in call]
-            count = Counter(fingerprint for fingerprint, _ in pieces)
-            groups += len(count)
+            members: Counter[int] = Counter()
+            for fingerprint, rows, _ in pieces:
+                members[fingerprint] += rows
+            count = Counter(fingerprint for fingerprint, _, alone in pieces if not alone)
+            groups += len(members)
             split += sum(n > 1 for n in count.values())
-            cut += sum(rows == 1 and count[fingerprint] > 1 for fingerprint, rows in pieces)
+            cut += sum(rows == 1 and count[fingerprint] > 1 for fingerprint, rows, alone in pieces if not alone)
+            multimodal += sum(rows for fingerprint, rows, alone in pieces if alone and members[fingerprint] > 1)
         return {
             "tokens_total": self.tokens_total,
             "tokens_packed": self.tokens_packed,
             "token_ratio": self.token_ratio,
             "groups": groups,
             "groups_split": split,
-            "fallback": dict.fromkeys(FALLBACK_REASONS, 0) | {"group_cut": cut},
+            "fallback": {"group_cut": cut, "multimodal": multimodal},
         }
 
     def step_metrics(self, epochs: int) -> dict[str, float]:

@@ -7,27 +7,39 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+import torch
+
 from zorro_verl.attention import MAX_REFERENCE_TOKENS
 from zorro_verl.batching import packed_tokens, split_micro_batches
-from zorro_verl.grouping import Rows, prompt_fingerprints
+from zorro_verl.grouping import Rows, mix, prompt_fingerprints
+from zorro_verl.media import Media
 from zorro_verl.metrics import ShareCounts
 from zorro_verl.options import CONFIG_KEY
 
 
 class MicroBatches:
-    """The rows of one call of the engine, as lengths and prompt fingerprints on the host."""
+    """The rows of one call, as lengths and prompt fingerprints on the host.
 
-    def __init__(self, rows: Rows):
-        self.fingerprints: list[int] = prompt_fingerprints(rows).tolist()
+    Args:
+        rows: the batch.
+        media: what its rows bring beside tokens.
+    """
+
+    def __init__(self, rows: Rows, media: Media):
+        fingerprints = prompt_fingerprints(rows) ^ media.fingerprints(rows)
+        # Rows that share with nobody have a key of their own; what they could have shared is counted still.
+        keys = torch.where(rows.alone, mix(fingerprints ^ mix(torch.arange(rows.num_rows))), fingerprints)
+        self.fingerprints: list[int] = fingerprints.tolist()
+        self.keys: list[int] = keys.tolist()
+        self.alone: list[bool] = rows.alone.tolist()
         self.prompt_lens: list[int] = rows.prompt_lens.tolist()
         self.response_lens: list[int] = rows.response_lens.tolist()
 
     def select(self, rows: Sequence[int]) -> MicroBatches:
         """These rows alone, in this order."""
         part = copy.copy(self)
-        part.fingerprints = [self.fingerprints[row] for row in rows]
-        part.prompt_lens = [self.prompt_lens[row] for row in rows]
-        part.response_lens = [self.response_lens[row] for row in rows]
+        for name, values in vars(self).items():
+            setattr(part, name, [values[row] for row in rows])
         return part
 
     @property
@@ -36,20 +48,19 @@ class MicroBatches:
 
     def split(self, budget: int, budget_key: str, min_count: int = 1) -> list[list[int]]:
         """Rows of each micro-batch, see `zorro_verl.batching.split_micro_batches`."""
-        return split_micro_batches(
-            self.fingerprints, self.prompt_lens, self.response_lens, budget, budget_key, min_count
-        )
+        return split_micro_batches(self.keys, self.prompt_lens, self.response_lens, budget, budget_key, min_count)
 
     def counts(self, micro_batches: Sequence[Sequence[int]]) -> ShareCounts:
         """What sharing within each of these micro-batches gives."""
         counts = ShareCounts()
         for rows in micro_batches:
-            prompts = {self.fingerprints[row]: self.prompt_lens[row] for row in rows}
+            prompts = {self.keys[row]: self.prompt_lens[row] for row in rows}
             responses = [self.response_lens[row] for row in rows]
             counts.add_micro_batch(
                 sum(responses) + sum(self.prompt_lens[row] for row in rows),
                 packed_tokens(sum(prompts.values()), responses),
                 [self.fingerprints[row] for row in rows],
+                [self.alone[row] for row in rows],
             )
         return counts
 

@@ -9,9 +9,7 @@ without a plan is the stock forward, and its layers' attention the model's own.
 
 from __future__ import annotations
 
-import copy
 import functools
-import importlib.util
 import inspect
 import sys
 from typing import Any
@@ -21,19 +19,23 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from zorro_verl.attention import plan_attention
+from zorro_verl.attention_kernels import resolve_kernels
+from zorro_verl.families import check_causal, check_supported, check_training, text_config
+from zorro_verl.linear_attention import LINEAR_ATTENTION, LinearPlan
 from zorro_verl.log_probs import LOGITS_OPTIMIZATIONS, log_probs_from_hidden, log_probs_from_logits
+from zorro_verl.media import MODEL_INPUTS, Vision
+from zorro_verl.mixers import attach_mixers, detach_mixers
 from zorro_verl.packing import Plan
-from zorro_verl.varlen import CpuKernels, FlashAttention2Kernels, Kernels, TorchVarlenKernels
+from zorro_verl.varlen import Kernels
 
-SUPPORTED_MODEL_TYPES = ("qwen3", "qwen2", "llama", "mistral")
-ATTENTION_IMPLEMENTATIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3")
 ATTENTION_NAME = "zorro"
 
 
 class SharedPrompt:
     """What a call asks of an installed model: ``model(input_ids, position_ids, use_cache=False, zorro=this)``.
 
-    A plain class, since it passes through FSDP2 (see `zorro_verl.packing.Plan`).
+    A plain class, since it passes through FSDP2 (see `zorro_verl.packing.Plan`). Router logits and their loss are not
+    computed, whatever the config says: veRL's loss has no part for them.
 
     Attributes:
         plan: the plan that packed ``input_ids``.
@@ -67,26 +69,54 @@ class SharedPrompt:
         self.logits_optimization = logits_optimization
 
 
-class SharedAttention:
-    """Attention of every layer in a call with a plan."""
+class SharedCall:
+    """What every layer of a call with a plan gets as ``zorro=``: how attention and linear attention run.
 
-    __slots__ = ("plan", "kernels", "split")
+    A plain class, since it passes through FSDP2 (see `zorro_verl.packing.Plan`).
+    """
 
-    def __init__(self, plan: Plan, kernels: Kernels | None, split: bool):
-        self.plan, self.kernels, self.split = plan, kernels, split
+    __slots__ = ("plan", "kernels", "split", "linear_attention", "_linear_plan")
+
+    def __init__(self, plan: Plan, kernels: Kernels | None, split: bool, linear_attention: str = "auto"):
+        self.plan, self.kernels, self.split, self.linear_attention = plan, kernels, split, linear_attention
+        self._linear_plan: LinearPlan | None = None
 
     @torch.compiler.disable  # on a CPU a loop over this batch's segments: traced, every batch would be compiled anew
-    def __call__(self, module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple[Tensor, None]:
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention of one layer, called as transformers calls a registered function."""
+        for name in _UNKNOWN_TO_KERNELS & others.keys():
+            if others[name] is not None:
+                raise ValueError(f"{name}: expected none, got it from {type(module).__name__}; use the plain model")
         # Under autocast a normalisation may hand over float32 queries and keys beside bfloat16 values.
         q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return plan_attention(q, k, v, self.plan, scale, self.kernels, self.split)[None], None
+        out = plan_attention(q, k, v, self.plan, scale, self.kernels, self.split, sliding_window)
+        return out[None], None
+
+    def linear_plan(self, varlen: bool) -> LinearPlan:
+        """The plan of all linear layers of the call, made once."""
+        if self._linear_plan is None:
+            self._linear_plan = LinearPlan(self.plan, self.linear_attention, varlen)
+        return self._linear_plan
+
+
+# What some layers of other types hand to their attention, and no kernel here computes.
+_UNKNOWN_TO_KERNELS = frozenset(("softcap", "s_aux"))
 
 
 def zorro_attention(module, query, key, value, attention_mask, zorro=None, **kwargs):
     """The attention function registered with transformers: by the plan, or in a call without one the model's own."""
     if zorro is not None:
-        return zorro(module, query, key, value, attention_mask, **kwargs)
+        return zorro.attention(module, query, key, value, **kwargs)
     if attention_mask is not None and attention_mask.numel() == 0:
         raise ValueError(
             f"{type(module).__name__}: expected the plan of a packed row as the keyword argument zorro=, got none; a "
@@ -118,12 +148,16 @@ class SeamForward:
         model: the model.
         kernels: what attention runs on; None is the dense reference.
         split: False runs attention on the rows as they were, and shares all else.
+        linear_attention: one of `LINEAR_ATTENTION`, for models with linear layers.
     """
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels | None, split: bool):
+    def __init__(self, model: PreTrainedModel, kernels: Kernels | None, split: bool, linear_attention: str = "auto"):
+        if linear_attention not in LINEAR_ATTENTION:
+            raise ValueError(f"linear_attention: expected one of {LINEAR_ATTENTION}, got {linear_attention!r}")
         self.model = model
         self.kernels = kernels
         self.split = split
+        self.linear_attention = linear_attention
 
     def attach(self) -> None:
         """Become the model's forward, in place of another seam if there is one."""
@@ -144,18 +178,19 @@ class SeamForward:
         del self.model.forward
 
     def lead_layers(self) -> None:
-        """Let the layers ask for the seam's attention."""
-        self._set_layer_config(led_config(self.model.config))
+        """Let the layers ask for the seam's attention, and linear ones follow the plan."""
+        self._set_layer_config(led_config(text_config(self.model.config)))
+        attach_mixers(self.model)
 
     def release_layers(self) -> None:
-        """Give them the model's own config back."""
-        self._set_layer_config(self.model.config)
+        """Give them the model's own config and kernels back."""
+        detach_mixers(self.model)
+        self._set_layer_config(text_config(self.model.config))
 
     def _set_layer_config(self, config: PretrainedConfig) -> None:
+        own = text_config(self.model.config)
         for module in self.model.modules():
-            if not isinstance(module, PreTrainedModel) and (
-                _is_led(module) or module.__dict__.get("config") is self.model.config
-            ):
+            if not isinstance(module, PreTrainedModel) and (_is_led(module) or module.__dict__.get("config") is own):
                 module.config = config
 
     def leads(self) -> bool:
@@ -178,10 +213,11 @@ class SeamForward:
         Wrappers such as PEFT's hand on every argument of a stock forward, unset ones as None.
         """
         model, plan = self.model, zorro.plan
-        asked = [name for name, value in others.items() if value is not None and value is not False]
-        if asked:
+        others = {name: value for name, value in others.items() if value is not None and value is not False}
+        media = {name: others.pop(name) for name in MODEL_INPUTS if name in others and Vision.of(model.config)}
+        if others:
             raise ValueError(
-                f"a call with zorro= takes input_ids and position_ids, got {', '.join(asked)} too: the plan says what "
+                f"a call with zorro= takes input_ids and position_ids, got {', '.join(others)} too: the plan says what "
                 "is seen, and only log-probs and entropy come out"
             )
         if input_ids.shape != (1, plan.num_tokens):
@@ -191,26 +227,42 @@ class SeamForward:
             position_ids=position_ids,
             attention_mask=no_mask(input_ids),
             use_cache=False,
-            zorro=self._attention(plan),
+            output_hidden_states=False,  # whatever the config says: nobody looks at them
+            output_router_logits=False,
+            zorro=self._layer_call(plan),
+            **media,
         ).last_hidden_state.squeeze(0)
         hidden = hidden.index_select(0, plan.predictor_index)
         log_probs, entropy = _head(model.lm_head, hidden, zorro)
         return {"log_probs": log_probs, "entropy": entropy} if zorro.calculate_entropy else {"log_probs": log_probs}
 
-    def _attention(self, plan: Plan) -> SharedAttention:
-        """What every layer of a call gets as ``zorro=``, after the checks that need the call's rows."""
-        check_causal(self.model.config)
+    def _layer_call(self, plan: Plan) -> SharedCall:
+        """What every layer of a call gets, after the checks that need the call."""
+        check_causal(text_config(self.model.config))
         check_training(self.model.config, self.model.training)
-        check_window(sliding_window(self.model.config), plan.longest_row)
-        return SharedAttention(plan, self.kernels, self.split)
+        return SharedCall(plan, self.kernels, self.split, self.linear_attention)
 
 
-def led_config(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy for layers that names the seam's attention, and knows the config that it stands for."""
-    led = copy.copy(config)
-    led.stock_config = getattr(config, "stock_config", config)
-    led._attn_implementation = ATTENTION_NAME
-    return led
+class LayerConfig:
+    """A layer's view of its model's config: all that it says, now and later, but for the attention, the seam's.
+
+    Layers read some settings when they are built and some, such as ``sliding_window``, in every call.
+    """
+
+    _attn_implementation = ATTENTION_NAME
+
+    def __init__(self, stock_config: PretrainedConfig):
+        self.stock_config = stock_config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stock_config" or name.startswith("__"):  # copy and pickle ask before there is one
+            raise AttributeError(name)
+        return getattr(self.stock_config, name)
+
+
+def led_config(config: PretrainedConfig | LayerConfig) -> LayerConfig:
+    """What layers read instead of ``config`` while a seam leads them."""
+    return LayerConfig(getattr(config, "stock_config", config))
 
 
 def seam_of(model: PreTrainedModel) -> SeamForward | None:
@@ -253,20 +305,23 @@ def install(
     attn_implementation: str = "auto",
     use_split_attention: bool = True,
     device: str | None = None,
+    linear_attention: str = "auto",
 ) -> None:
     """Put the seam on ``model``, in place. Parameters, state dict keys and stock calls stay as they are.
 
     Args:
-        model: a ``...ForCausalLM`` of a type in `SUPPORTED_MODEL_TYPES`.
+        model: a ``...ForCausalLM``, or a ``...ForConditionalGeneration`` around a text model, of a type in
+            `zorro_verl.families.SUPPORTED_MODEL_TYPES`.
         attn_implementation: one of `ATTENTION_IMPLEMENTATIONS`; see `resolve_kernels`.
         use_split_attention: False shares projections, MLPs and head only.
         device: type of the device it will run on; the parameters' own when None.
+        linear_attention: how Gated DeltaNet layers share, see `zorro_verl.linear_attention.LinearPlan`.
 
     Raises:
         ValueError: an unsupported model or an attention that can't run on the model's device.
     """
     kernels = kernels_for(model, attn_implementation, device)
-    SeamForward(model, kernels, use_split_attention).attach()
+    SeamForward(model, kernels, use_split_attention, linear_attention).attach()
 
 
 def uninstall(model: PreTrainedModel) -> None:
@@ -281,7 +336,7 @@ def kernels_for(model: PreTrainedModel, attn_implementation: str, device: str | 
     """`resolve_kernels` for a model that a seam can be put on.
 
     Raises:
-        ValueError: not a ``...ForCausalLM`` of a supported type, or an attention that can't run on its device.
+        ValueError: not a model with a head, of a supported type, or an attention that can't run on its device.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
@@ -289,81 +344,6 @@ def kernels_for(model: PreTrainedModel, attn_implementation: str, device: str | 
     if not (hasattr(model, "model") and hasattr(model, "lm_head")):
         raise ValueError(f"model: expected a ...ForCausalLM with a backbone and lm_head, got {type(model).__name__}")
     return resolve_kernels(attn_implementation, device or next(model.parameters()).device.type)
-
-
-def resolve_kernels(attn_implementation: str, device: str) -> Kernels | None:
-    """The kernels behind an attention name on a device type; None is the dense reference.
-
-    "auto" is "sdpa" on a CPU and on CUDA, "eager" elsewhere (npu). "sdpa" is torch's own flash attention on both.
-
-    Raises:
-        ValueError: an unknown name, or one that can't run here, with what would have to be installed.
-    """
-    if attn_implementation not in ATTENTION_IMPLEMENTATIONS:
-        raise ValueError(
-            f"attn_implementation: expected one of {ATTENTION_IMPLEMENTATIONS}, got {attn_implementation!r}"
-        )
-    if attn_implementation == "auto":
-        attn_implementation = "sdpa" if device in ("cpu", "cuda", "meta") else "eager"
-    if attn_implementation == "eager":
-        return None
-    if attn_implementation == "sdpa":
-        if device not in ("cpu", "cuda", "meta"):
-            raise ValueError(f"attn_implementation=sdpa: expected a cpu or cuda device, got {device}; use eager")
-        return _SdpaKernels()
-    if attn_implementation == "flash_attention_3":
-        raise ValueError(
-            "attn_implementation=flash_attention_3: this version has no adapter for it; use sdpa, or "
-            "flash_attention_2 with flash-attn installed"
-        )
-    if device != "cuda":
-        raise ValueError(f"attn_implementation={attn_implementation}: needs a cuda device, got {device}; use sdpa")
-    if importlib.util.find_spec("flash_attn") is None:
-        raise ValueError("attn_implementation=flash_attention_2: flash-attn is missing, `pip install flash-attn`")
-    return FlashAttention2Kernels()
-
-
-class _SdpaKernels:
-    """torch's own flash attention, chosen by where the tensors are: a model may move after it was installed."""
-
-    def forward(self, q, k, v, call, scale):
-        return self._on(q).forward(q, k, v, call, scale)
-
-    def backward(self, grad, q, k, v, out, lse, call, scale):
-        return self._on(q).backward(grad, q, k, v, out, lse, call, scale)
-
-    def _on(self, q: Tensor) -> Kernels:
-        if q.device.type == "cpu":
-            return CpuKernels()
-        if q.dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(
-                f"attn_implementation=sdpa: expected float16 or bfloat16 on {q.device.type}, got {q.dtype}; "
-                "use attn_implementation=eager or a bfloat16 model"
-            )
-        return TorchVarlenKernels()
-
-
-def check_supported(config: PretrainedConfig) -> None:
-    """Refuse what sharing would get wrong on this architecture, by name, before anything runs."""
-    check_causal(config)
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(
-            f"model_type: expected one of {SUPPORTED_MODEL_TYPES}, got {config.model_type!r}; "
-            "use the plain model, in veRL with actor_rollout_ref.actor.strategy=fsdp2"
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type in ("dynamic", "longrope"):
-        raise ValueError(
-            f"rope_type: expected frequencies that don't depend on the batch's longest row, got {rope_type!r}; "
-            "use the plain model, in veRL with actor_rollout_ref.actor.strategy=fsdp2"
-        )
-
-
-def check_causal(config: PretrainedConfig) -> None:
-    """A model that looks ahead has no prompt that is the same for every response."""
-    if not getattr(config, "is_causal", True):
-        raise ValueError("is_causal: expected True, got False; use the plain model for bidirectional attention")
 
 
 def check_attention_layer(layer: nn.Module) -> None:
@@ -377,34 +357,6 @@ def check_attention_layer(layer: nn.Module) -> None:
     check_supported(layer.config)
 
 
-def check_training(config: PretrainedConfig, training: bool) -> None:
-    """Attention dropout draws one mask per row in the stock model; a shared prompt would have one for all."""
-    dropout = getattr(config, "attention_dropout", 0.0)
-    if training and dropout > 0:
-        raise ValueError(
-            f"attention_dropout: expected 0 in training, got {dropout}; set it to 0 in the model's config, in veRL "
-            "with +actor_rollout_ref.model.override_config.attention_dropout=0"
-        )
-
-
-def check_window(window: int | None, longest_row: int) -> None:
-    """A sliding window is no window as long as no row is longer; beyond that sharing does not implement it."""
-    if window is not None and longest_row > window:
-        raise ValueError(
-            f"sliding_window: expected rows of at most {window} tokens, got one of {longest_row}; shorten prompts or "
-            "responses, or use the plain model, in veRL with actor_rollout_ref.actor.strategy=fsdp2"
-        )
-
-
 def name_of(forward: Any) -> str:
     """A forward in an error message."""
     return getattr(forward, "__qualname__", type(forward).__name__)
-
-
-def sliding_window(config: PretrainedConfig) -> int | None:
-    """The window of the layers that have one, None when no layer has."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return None
-    return window

@@ -12,6 +12,10 @@ level by level, every level in the order of its parents, and roots that have chi
 In this order all descendants at one distance are a contiguous block of queries, and their ancestors a contiguous
 block of keys, in the same order. So attention needs one causal call over all segments and one rectangular call per
 distance, all on views.
+
+In a layer with a sliding window a token sees the last tokens of its row only. What it sees of its ancestors is then no
+rectangle: each segment takes a copy of the tail of its ancestors that its window reaches, in front of its own keys,
+and one causal call with a window does.
 """
 
 from __future__ import annotations
@@ -34,8 +38,11 @@ class VarlenCall:
         max_seqlen_q, max_seqlen_k: the longest block.
         query_start: the queries are ``q[query_start:]``; as many as ``cu_seqlens_q`` counts.
         num_keys: the keys are ``k[:num_keys]``.
+        key_index: ``(num_keys,)`` int64 on the device: the keys are ``k[key_index]`` instead; None without a window.
         blocks: the non-empty query blocks as ``(q0, q1, k0, k1)`` on the host, for kernels that loop.
-        causal: True for the square call of every segment on itself, False for a full rectangle.
+        causal: True where a block's last query sees all of its keys and each query before it one key less, False
+            for a full rectangle. Without a window, causal blocks are square.
+        window: the most keys that a causal query sees, its last ones; None for all.
     """
 
     __slots__ = (
@@ -45,21 +52,32 @@ class VarlenCall:
         "max_seqlen_k",
         "query_start",
         "num_keys",
+        "key_index",
         "blocks",
         "causal",
+        "window",
     )
 
     def __init__(
-        self, query_lens: Tensor, key_lens: Tensor, query_start: int, causal: bool, device: torch.device | str
+        self,
+        query_lens: Tensor,
+        key_lens: Tensor,
+        query_start: int,
+        causal: bool,
+        device: torch.device | str,
+        window: int | None = None,
+        key_index: Tensor | None = None,
     ):
         cu_q, cu_k = exclusive_cumsum(query_lens), exclusive_cumsum(key_lens)
         self.cu_seqlens_q = cu_q.to(device, torch.int32)
-        self.cu_seqlens_k = self.cu_seqlens_q if causal else cu_k.to(device, torch.int32)
+        self.cu_seqlens_k = self.cu_seqlens_q if key_lens is query_lens else cu_k.to(device, torch.int32)
         self.max_seqlen_q = int(query_lens.max())
         self.max_seqlen_k = int(key_lens.max())
         self.query_start = query_start
         self.num_keys = int(cu_k[-1])
+        self.key_index = key_index
         self.causal = causal
+        self.window = window
         bounds = torch.stack([cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]], 1)
         self.blocks = [tuple(b) for b in bounds[query_lens > 0].tolist()]
 
@@ -75,6 +93,7 @@ class Forest:
     Attributes:
         order: ``(S,)`` the segments in packed order.
         starts: ``(S,)`` where each segment starts in the packed row.
+        ancestors: ``(S,)`` tensors, one per distance 1, 2, ...: each segment's ancestor there, or -1.
         num_tokens: T.
         self_call: every segment causal on itself.
         cross_calls: one call per distance 1, 2, ...: segments on their ancestor at that distance.
@@ -94,13 +113,14 @@ class Forest:
                 f"lengths: expected at most {MAX_PACKED_TOKENS} packed tokens (cu_seqlens are int32), "
                 f"got {self.num_tokens}; lower the token budget of a micro-batch"
             )
-        ancestors = [parents]  # ancestors[j - 1][s]: the ancestor of s at distance j, or -1
+        ancestors = [parents]  # the last one holds no ancestor
         while bool((ancestors[-1] >= 0).any()):
             if len(ancestors) > num_segments:
                 raise ValueError("parents: expected a forest, got a segment that is its own ancestor")
             last = ancestors[-1]
             ancestors.append(torch.where(last >= 0, parents[last.clamp(min=0)], -1))
         depth = (torch.stack(ancestors) >= 0).sum(0)
+        self.ancestors = ancestors[:-1]
 
         rank = torch.zeros(num_segments, dtype=torch.int64)
         is_parent = torch.zeros(num_segments, dtype=torch.bool)
@@ -117,9 +137,11 @@ class Forest:
         self.starts = torch.empty_like(lengths)
         self.starts[self.order] = exclusive_cumsum(lengths[self.order])[:-1]
 
-        self.self_call = VarlenCall(lengths[self.order], lengths[self.order], 0, True, device)
+        ordered = lengths[self.order]
+        self.self_call = VarlenCall(ordered, ordered, 0, True, device)
+        self._window_calls: dict[int, VarlenCall] = {}
         self.cross_calls = []
-        for distance, ancestor in enumerate(ancestors[:-1], start=1):
+        for distance, ancestor in enumerate(self.ancestors, start=1):
             keys = torch.cat(levels[: len(levels) - distance])
             if distance == len(levels) - 1:  # only roots are keys: those without children stand last
                 keys = keys[is_parent[keys]]
@@ -129,22 +151,55 @@ class Forest:
             if call.blocks:
                 self.cross_calls.append(call)
 
+    def window_call(self, window: int) -> VarlenCall:
+        """Every segment on the tail of its ancestors within ``window`` and on itself; built once for each window.
+
+        Args:
+            window: tokens of its row that a token sees, itself included; at least 1.
+        """
+        if window not in self._window_calls:
+            self._window_calls[window] = self._build_window_call(window)
+        return self._window_calls[window]
+
+    def _build_window_call(self, window: int) -> VarlenCall:
+        # A segment's first token is the one that reaches back furthest. One without a token reaches nothing.
+        missing = torch.where(self.lengths > 0, window - 1, 0)
+        starts, lens = [self.starts], [self.lengths]
+        for ancestor in self.ancestors:
+            ancestor_len = torch.where(ancestor >= 0, self.lengths[ancestor], 0)
+            taken = torch.minimum(missing, ancestor_len)
+            starts.append(self.starts[ancestor] + ancestor_len - taken)
+            lens.append(taken)
+            missing = missing - taken
+        starts, lens = (torch.stack(pieces[::-1], 1)[self.order] for pieces in (starts, lens))  # the root comes first
+        device = self.self_call.cu_seqlens_q.device
+        key_index = ranges(starts.flatten(), lens.flatten(), device)
+        return VarlenCall(self.lengths[self.order], lens.sum(1), 0, True, device, window, key_index)
+
     def segment_index(self) -> Tensor:
         """``(T,)`` int64 on the host: the segment of each packed token."""
         return self.order.repeat_interleave(self.lengths[self.order])
 
-    def visible(self) -> Tensor:
-        """``(T, T)`` bool on the host: may the row's token see the column's? For references and drawings only."""
+    def visible(self, window: int | None = None) -> Tensor:
+        """``(T, T)`` bool on the host: may the row's token see the column's? For references and drawings only.
+
+        Args:
+            window: tokens of its row that a token sees, itself included; None for all.
+        """
         lineage = torch.eye(self.lengths.numel(), dtype=torch.bool)
-        ancestor = self.parents
-        while bool((ancestor >= 0).any()):
+        before = torch.zeros_like(self.lengths)  # tokens of each segment's ancestors
+        for ancestor in self.ancestors:
             has = (ancestor >= 0).nonzero().flatten()
             lineage[has, ancestor[has]] = True
-            ancestor = torch.where(ancestor >= 0, self.parents[ancestor.clamp(min=0)], -1)
+            before[has] += self.lengths[ancestor[has]]
         segment = self.segment_index()
         position = torch.arange(self.num_tokens)
         past = position[:, None] >= position[None, :]
-        return lineage[segment][:, segment] & (past | (segment[:, None] != segment[None, :]))
+        visible = lineage[segment][:, segment] & (past | (segment[:, None] != segment[None, :]))
+        if window is not None:
+            place = position + (before - self.starts)[segment]  # in the row
+            visible &= place[:, None] - place[None, :] < window
+        return visible
 
 
 class Plan:
@@ -206,16 +261,18 @@ class Plan:
             response_lens.to(device), output_size=self.predictor_slot.numel()
         )
         self._rows = rows
+        self._dense_masks: dict[int | None, Tensor] = {}
 
     @property
     def token_ratio(self) -> float:
         """Row tokens per packed token, N / T: how much work sharing saves outside attention."""
         return self.num_row_tokens / max(1, self.num_tokens)
 
-    @cached_property
-    def dense_mask(self) -> Tensor:
-        """``(T, T)`` bool on the device: the forest's visibility, for the dense reference."""
-        return self.forest.visible().to(self.token_index.device)
+    def dense_mask(self, window: int | None = None) -> Tensor:
+        """``(T, T)`` bool on the device: the forest's visibility, for the dense reference; built once per window."""
+        if window not in self._dense_masks:
+            self._dense_masks[window] = self.forest.visible(window).to(self.token_index.device)
+        return self._dense_masks[window]
 
     @cached_property
     def unshared(self) -> Plan:

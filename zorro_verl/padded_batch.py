@@ -7,16 +7,18 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from transformers import PretrainedConfig
+from verl.utils import tensordict_utils as tu
 
 from zorro_verl.grouping import Rows, exclusive_cumsum, ranges
 from zorro_verl.log_probs import check_temperature
-from zorro_verl.verl_rows import check_text_only, check_tokens
+from zorro_verl.media import Vision
+from zorro_verl.verl_rows import MEDIA, check_axes, check_tokens, media_of, position_axes
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 LOSS_INPUTS = ("old_log_probs", "advantages")
 TENSORS = INPUTS + LOSS_INPUTS + ("response_mask", "ref_log_prob", "rollout_is_weights")
 SETTINGS = ("temperature", "use_dynamic_bsz", "max_token_len", "micro_batch_size")
-MEDIA = "multi_modal_inputs"
 
 
 class PaddedBatch:
@@ -26,6 +28,7 @@ class PaddedBatch:
         batch: a mapping of tensors, a TensorDict or a verl ``DataProto``. None is as good as absent.
         device: where the model is.
         vocabulary: token ids that the model has.
+        config: the model's.
         required: keys that this call needs beside `INPUTS`.
 
     Attributes:
@@ -33,16 +36,23 @@ class PaddedBatch:
         settings: those of `SETTINGS` that are there: in a DataProto's ``meta_info``, or beside the tensors, as
             ``DataProto.to_tensordict`` puts them.
         rows: the batch without its padding.
+        media: what its rows bring beside tokens.
         valid: ``(B, R)`` bool on the device: which columns of ``responses`` hold a token.
 
     Raises:
-        ValueError: a missing key, one that is no tensor or is there twice, a wrong shape or dtype, images, or a row
-            without a prompt.
+        ValueError: a missing key, one that is no tensor or is there twice, a wrong shape or dtype, media or axes of
+            positions that the model does not take, or a row without a prompt.
     """
 
-    def __init__(self, batch: Any, device: torch.device, vocabulary: int, required: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        batch: Any,
+        device: torch.device,
+        vocabulary: int,
+        config: PretrainedConfig,
+        required: tuple[str, ...] = (),
+    ):
         fields = _fields(batch)
-        check_text_only(fields.get(MEDIA, ()))
         self.settings = {key: _scalar(fields[key]) for key in SETTINGS if key in fields}
         self.tensors = {key: fields[key] for key in TENSORS if key in fields}
         for key, value in self.tensors.items():
@@ -57,10 +67,11 @@ class PaddedBatch:
             raise ValueError(f"responses: expected padded (B, R), got {tuple(responses.shape)}")
         self.width = responses.shape[1]
         ids, mask, positions = (self.tensors[name].to(device) for name in INPUTS[:3])
-        self.rows = rows = Rows.from_padded(ids, mask, positions, self.width)
+        self.media = media = media_of(fields.get(MEDIA), num_rows, Vision.of(config))
+        self.rows = rows = Rows.from_padded(ids, mask, positions, self.width, media.present)
         check_tokens(rows, vocabulary)
-        if rows.position_ids.dim() != 1:
-            raise ValueError(f"position_ids: expected (B, S) for a text model, got {rows.position_ids.shape[0]} axes")
+        check_axes(rows, position_axes(config))
+        media.check(rows)
         self.valid = mask[:, -self.width :].bool()
         if bool((self.valid & (ids[:, -self.width :] != responses.to(device))).any()):
             raise ValueError(
@@ -84,7 +95,7 @@ class PaddedBatch:
         prompt_tokens = ranges(rows.cu_seqlens[:-1], rows.prompt_lens, device)
         fields = {
             "input_ids": _nested(rows.tokens, rows.lens),
-            "position_ids": _nested(rows.position_ids, rows.lens),
+            "position_ids": _nested(rows.position_ids, rows.lens, jagged_dim=rows.position_ids.dim()),
             "prompts": _nested(rows.tokens[prompt_tokens], rows.prompt_lens),
             "responses": _nested(self._of_responses("responses"), rows.response_lens),
         }
@@ -96,6 +107,8 @@ class PaddedBatch:
                 values = self._of_responses(name).masked_fill(~in_loss, 0)
                 fields[name] = _nested(values, rows.response_lens)
         data = TensorDict(fields, batch_size=rows.num_rows)
+        if bool(rows.alone.any()):
+            tu.assign_non_tensor_stack(data, MEDIA, self.media.rows)
         if isinstance(temperature, Tensor) and temperature.dim() > 0:
             data["temperature"] = temperature.to(device).expand(rows.num_rows)
         else:
@@ -137,8 +150,12 @@ def _scalar(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
-def _nested(values: Tensor, lens: Tensor) -> Tensor:
+def _nested(values: Tensor, lens: Tensor, jagged_dim: int = 1) -> Tensor:
     # Without its length bounds a jagged tensor pads to the sum of its rows.
     return torch.nested.nested_tensor_from_jagged(
-        values, exclusive_cumsum(lens).to(values.device), min_seqlen=int(lens.min()), max_seqlen=int(lens.max())
+        values,
+        exclusive_cumsum(lens).to(values.device),
+        jagged_dim=jagged_dim,
+        min_seqlen=int(lens.min()),
+        max_seqlen=int(lens.max()),
     )

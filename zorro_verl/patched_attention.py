@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 from zorro_verl.interleaved import as_lists, first_of_rows, partition, prompt_pairs
 from zorro_verl.models import (
-    SharedAttention,
+    SharedCall,
     check_causal,
     check_training,
-    check_window,
     led_config,
     name_of,
-    sliding_window,
 )
 from zorro_verl.padded_plan import build_padded_plan, check_response_length
 from zorro_verl.patched_forward import PatchCounts
@@ -34,6 +32,8 @@ class PatchedAttention:
 
     A call with ``past_key_values``, which wants keys and values in the batch's own shape, runs as the plain layer does
     and is counted. Gradients of a shared prompt arrive at the hidden states of its first row, summed over the group.
+    The layer sees what it does inside its model: what stands before in the row, within its own sliding window if it
+    has one, whether the mask says so (``(B, 1, S, S)``) or only where padding is (None, ``(B, S)``).
 
     Args:
         layer: such as ``model.model.layers[0].self_attn``.
@@ -105,7 +105,7 @@ class PatchedAttention:
         cos, sin = (_per_row(x, hidden_states) for x in position_embeddings)
         plan, index, source = self._plan(hidden_states, cos, sin, attention_mask)
         pack = lambda x: x.flatten(0, 1)[source][None]  # noqa: E731
-        shared = SharedAttention(plan, self.kernels, self.split)
+        shared = SharedCall(plan, self.kernels, self.split)
         config = layer.config
         # The layer looks its attention up in the config that all layers share; only this call of it is meant.
         layer.config = led_config(config)
@@ -118,12 +118,11 @@ class PatchedAttention:
     @torch.compiler.disable  # host arithmetic on what the rows share
     def _plan(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, attention_mask: Tensor | None):
         """What `build_padded_plan` returns."""
-        valid = _valid(attention_mask, hidden_states)
+        valid = _valid(attention_mask, hidden_states, _window(self.layer))
         positions = torch.zeros(valid.shape, dtype=torch.int64, device=valid.device)
         groups = self._groups(hidden_states, cos, sin, valid)
         ids = value_ids_where(valid, hidden_states, cos, sin) if groups is None else positions
         plan, index, source = build_padded_plan(ids, positions, valid, self.response_length, groups)
-        check_window(getattr(self.layer, "sliding_window", sliding_window(self.layer.config)), plan.longest_row)
         self.counts = PatchCounts(plan.num_row_tokens, plan.num_tokens, plan.num_groups)
         return plan, index, source
 
@@ -152,7 +151,12 @@ class PatchedAttention:
         return first
 
 
-def _valid(attention_mask: Tensor | None, hidden_states: Tensor) -> Tensor:
+def _window(layer: nn.Module) -> int | None:
+    """Tokens of its row that a token sees in this layer; None for all. Mistral's layers leave it in the config."""
+    return getattr(layer, "sliding_window", getattr(layer.config, "sliding_window", None))
+
+
+def _valid(attention_mask: Tensor | None, hidden_states: Tensor, window: int | None) -> Tensor:
     """``(B, S)`` bool from a mask as models hand it to their layers: none, ``(B, S)``, or causal ``(B, 1, S, S)``."""
     shape = hidden_states.shape[:2]
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
@@ -171,10 +175,14 @@ def _valid(attention_mask: Tensor | None, hidden_states: Tensor) -> Tensor:
     visible = visible.expand(shape[0], -1, -1)
     valid = visible.diagonal(dim1=1, dim2=2)
     causal = valid[:, None, :] & torch.ones(square, dtype=torch.bool, device=valid.device).tril()
+    if window is not None:
+        place = valid.cumsum(1)  # in the row without padding, as the plan counts
+        causal &= place[:, None, :] > place[:, :, None] - window
     if not torch.equal(visible & valid[:, :, None], causal & valid[:, :, None]):
         raise ValueError(
-            "attention_mask: expected a causal one with padding, got another (a sliding window, or several sequences "
-            "in one row?), which a patched layer can't follow"
+            f"attention_mask: expected a causal one with padding and the layer's window ({window}), got another "
+            "(another window, padding inside a row, or several sequences in one row?), which a patched layer can't "
+            "follow"
         )
     return valid
 

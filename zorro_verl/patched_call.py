@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zorro_verl.media import MODEL_INPUTS
 from zorro_verl.models import no_mask
 from zorro_verl.padded_plan import build_padded_plan
 from zorro_verl.prefixes import value_ids_where
 
-UNSHARED_REASONS = ("use_cache", "inputs_embeds_grad")
-_ANSWERED = "input_ids inputs_embeds attention_mask position_ids use_cache logits_to_keep output_hidden_states".split()
+UNSHARED_REASONS = ("use_cache", "inputs_embeds_grad", "multimodal")
+_ANSWERED = (
+    "input_ids inputs_embeds attention_mask position_ids use_cache logits_to_keep output_hidden_states "
+    "mm_token_type_ids"
+).split()
 # Of what a stock forward hands on as **kwargs, these are the loss's.
 _LOSS_ARGUMENTS = ("labels", "num_items_in_batch", "ignore_index", "shift_labels")
 
@@ -26,6 +30,8 @@ class PatchedCall:
         response_length: see `build_padded_plan`.
         cache_by_default: what ``use_cache=None`` means to the plain model. It matters where positions start anew in
             mid-row and there is no mask: without a cache transformers takes that for several sequences.
+        rotary_axes: whether ``position_ids`` may be ``(3, B, S)``, one for each axis of a multi-modal rotary embedding,
+            or ``(4, B, S)`` with the text's own before them.
 
     Attributes:
         inputs: arguments for the stock forward: of the packed row, or as they came when ``plan`` is None.
@@ -37,13 +43,20 @@ class PatchedCall:
         loss_arguments: labels and what goes to the loss with them; empty without labels.
         return_dict: what the call said, or None.
         runs_again: whether checkpointed layers run again in the backward; the forward knows.
+        aux_loss: whether the routers' loss is wanted; the forward knows.
         num_rows, num_tokens: B, and the tokens of all rows.
 
     Raises:
         ValueError: an argument of the wrong shape or dtype, or one that sharing can't answer.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], response_length: int | None, cache_by_default: bool):
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        response_length: int | None,
+        cache_by_default: bool,
+        rotary_axes: bool = False,
+    ):
         given = {name: value for name, value in arguments.items() if value is not None}
         self.temperature = given.pop("temperature", None)
         self.return_dict = given.pop("return_dict", None)
@@ -53,13 +66,15 @@ class PatchedCall:
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         self.num_rows, self.num_tokens = values.shape[0], values.shape[0] * values.shape[1]
         self.plan = self.index = self.place = self.unshared = None
-        self.runs_again = False
+        self.runs_again = self.aux_loss = False
         self.inputs = given
         if "past_key_values" in given or given.get("use_cache", False):
             self.unshared = "use_cache"
         elif name == "inputs_embeds" and values.requires_grad and torch.is_grad_enabled():
             # Rows that are equal may come from parameters that are not one: a shared row has one gradient for all.
             self.unshared = "inputs_embeds_grad"
+        elif _has_media(given):
+            self.unshared = "multimodal"
         if self.unshared is not None:
             if isinstance(mask, Tensor) and mask.dim() == 2:  # of a longer cache, or of other kinds: as the model's
                 self.num_tokens = int((mask[:, -values.shape[1] :] != 0).expand(self.num_rows, -1).sum())
@@ -69,10 +84,11 @@ class PatchedCall:
             self.num_tokens = 0
             return
         packed = mask is None and positions is not None and not given.get("use_cache", cache_by_default)
-        positions = _positions(positions, valid)
-        sequence = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(1) if packed else None
+        positions = _positions(positions, valid, rotary_axes)
+        sequence = _sequences(positions) if packed else None
         ids = values.long() if name == "input_ids" else value_ids_where(valid, values)
-        plan, self.index, source = build_padded_plan(ids, positions, valid, response_length, sequence=sequence)
+        where = positions if positions.dim() == 2 else value_ids_where(valid, positions.movedim(0, -1))
+        plan, self.index, source = build_padded_plan(ids, where, valid, response_length, sequence=sequence)
         self.plan, self.num_tokens = plan, plan.num_row_tokens
 
         keep = given.get("logits_to_keep", 0)
@@ -83,7 +99,7 @@ class PatchedCall:
         _refuse({key: value for key, value in given.items() if key not in _ANSWERED})
         self.inputs = {
             name: values.flatten(0, 1)[source][None],
-            "position_ids": positions.flatten()[source][None],
+            "position_ids": positions.flatten(-2)[..., source].unsqueeze(-2),
             "attention_mask": no_mask(values),
             "use_cache": False,
             "logits_to_keep": needed[padding:],
@@ -117,14 +133,35 @@ def _valid(attention_mask: Tensor | None, values: Tensor) -> Tensor:
     return (attention_mask.to(values.device) != 0).expand(shape)
 
 
-def _positions(position_ids: Tensor | None, valid: Tensor) -> Tensor:
-    """``(B, S)`` int64; by default columns counted from each row's first token, so that padding carries no meaning."""
+def _positions(position_ids: Tensor | None, valid: Tensor, rotary_axes: bool) -> Tensor:
+    """``(B, S)`` or ``(A, B, S)`` int64, as they came; by default columns counted from each row's first token, so that
+    padding carries no meaning.
+    """
     if position_ids is None:
         return torch.arange(valid.shape[1], device=valid.device) - valid.int().argmax(1, keepdim=True)
     wrong = not isinstance(position_ids, Tensor) or position_ids.is_floating_point()
-    if wrong or position_ids.shape not in (valid.shape, (1, valid.shape[1])):
-        raise ValueError(f"position_ids: expected (B, S) = {tuple(valid.shape)} integers, got {_short(position_ids)}")
-    return position_ids.to(valid.device).long().expand(valid.shape)
+    axes = () if wrong else position_ids.shape[:-2]
+    allowed = ((), (3,), (4,)) if rotary_axes else ((),)
+    if wrong or axes not in allowed or position_ids.shape[-2:] not in (valid.shape, (1, valid.shape[1])):
+        more = ", (3, B, S) or (4, B, S)" if rotary_axes else ""
+        raise ValueError(
+            f"position_ids: expected (B, S) = {tuple(valid.shape)}{more} integers, got {_short(position_ids)}"
+        )
+    return position_ids.to(valid.device).long().expand(axes + valid.shape)
+
+
+def _sequences(positions: Tensor) -> Tensor | None:
+    """``(B, S)`` the number of the sequence in its row; transformers looks for them in positions of the text's own."""
+    if positions.dim() == 3 and positions.shape[0] == 3:
+        return None
+    text = positions if positions.dim() == 2 else positions[0]
+    return (text.diff(prepend=text[:, :1] - 1) != 1).cumsum(1)
+
+
+def _has_media(given: Mapping[str, Any]) -> bool:
+    """Whether a call brings images or videos: prompts are then more than their tokens and positions."""
+    types = given.get("mm_token_type_ids")
+    return any(name in given for name in MODEL_INPUTS) or (types is not None and bool(types.any()))
 
 
 def _refuse(others: Mapping[str, Any]) -> None:

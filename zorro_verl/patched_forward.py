@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from zorro_verl.families import text_config
 from zorro_verl.log_probs import check_temperature
 from zorro_verl.metrics import call_stats
-from zorro_verl.models import SeamForward, kernels_for, seam_of
+from zorro_verl.models import SeamForward, kernels_for, name_of, seam_of
 from zorro_verl.padded_plan import check_response_length
 from zorro_verl.patched_call import UNSHARED_REASONS, PatchedCall
 from zorro_verl.reconstruct import gather_rows
+from zorro_verl.router import ASK, ask_backbone, asked_of_routers, balancing_loss, has_router, with_balancing_loss
 from zorro_verl.varlen import Kernels
 
 
@@ -40,8 +42,9 @@ class PatchedForward(SeamForward):
     """The ``forward`` of one patched model. A call with ``zorro=`` is the seam's.
 
     A call with a cache, whose keys and values have to stand in the batch's own shape, runs as the plain model does and
-    is counted, and so does one with ``inputs_embeds`` that have a gradient. Logits are divided by the temperature in
-    every call but those that ``model.generate`` makes, which has a temperature of its own.
+    is counted, and so do one with ``inputs_embeds`` that have a gradient and one with images or videos. Logits are
+    divided by the temperature in every call but those that ``model.generate`` makes, which has a temperature of its
+    own.
 
     Args:
         model, kernels, split: see `SeamForward`.
@@ -65,15 +68,21 @@ class PatchedForward(SeamForward):
         self.outer: SeamForward | None = None  # what comes back when this one goes
         self.retired = False
         self.own_generate: Any = None
+        self.router_hook: Any = None
+        self.rotary_axes = any(hasattr(module, "mrope_section") for module in model.modules())
 
     def attach(self) -> None:
         """As the seam's; and ``generate``, too."""
         super().attach()
+        if has_router(self.model):
+            self.router_hook = self.model.model.register_forward_pre_hook(ask_backbone, with_kwargs=True)
         self.own_generate = self.model.__dict__.get("generate")
         self.model.generate = _PlainGenerate(self)
 
     def detach(self) -> None:
         super().detach()
+        if self.router_hook is not None:
+            self.router_hook.remove()
         if isinstance(self.model.__dict__.get("generate"), _PlainGenerate):  # else somebody has put another one there
             del self.model.generate
             if self.own_generate is not None:
@@ -104,23 +113,47 @@ class PatchedForward(SeamForward):
         if call is None:
             return type(model).forward(model, *args, **kwargs)
         output = type(model).forward(model, **call.inputs, return_dict=True)
-        output.logits = _divided(output.logits, call.temperature)
+        kind, fields = type(output), dict(output)
+        del output  # and with it the packed row's logits, once they are copied to the rows
+        _check_head(fields.get("logits"), call)
+        fields["logits"] = _divided(fields["logits"], call.temperature)
         if call.plan is not None:
             if call.runs_again:
-                self._prepare_backward(output.logits, *(output.hidden_states or ()))
-            output.logits = gather_rows(output.logits[0], call.place)
-            if output.hidden_states is not None:
-                output.hidden_states = tuple(gather_rows(hidden[0], call.index) for hidden in output.hidden_states)
-        output.logits = _divided_per_row(output.logits, call.temperature)
+                self._prepare_backward(fields)
+            self._to_rows(fields, call)
+        fields["logits"] = _divided_per_row(fields["logits"], call.temperature)
         if call.loss_arguments:
-            vocabulary = model.config.vocab_size
-            loss = model.loss_function(logits=output.logits, vocab_size=vocabulary, **call.loss_arguments)
-            output = type(output)(loss=loss, **output)
+            fields["loss"] = self._loss(fields, call)
+        output = kind(**fields)
         return output if call.return_dict else output.to_tuple()
 
-    def _prepare_backward(self, *outputs: Tensor) -> None:
+    def _to_rows(self, fields: dict[str, Any], call: PatchedCall) -> None:
+        """The packed row's outputs in the batch's shape."""
+        fields["logits"] = gather_rows(fields["logits"][0], call.place)
+        if "hidden_states" in fields:
+            fields["hidden_states"] = tuple(gather_rows(x[0], call.index) for x in fields["hidden_states"])
+        if "router_logits" in fields:
+            packed = fields["router_logits"]
+            fields["router_logits"] = tuple(gather_rows(x, call.index.flatten()) for x in packed)
+            if call.aux_loss:
+                fields["aux_loss"] = balancing_loss(self.model, packed, call.plan)
+        elif call.aux_loss:
+            raise ValueError(
+                f"output_router_logits: expected router_logits from {name_of(type(self.model).forward)}, got none; "
+                "leave it False"
+            )
+
+    def _loss(self, fields: Mapping[str, Any], call: PatchedCall) -> Tensor:
+        arguments = call.loss_arguments
+        if not getattr(self.model, "accepts_loss_kwargs", True):  # forwards that hand nothing but labels to the loss
+            arguments = {"labels": arguments["labels"]}
+        vocabulary = text_config(self.model.config).vocab_size
+        loss = self.model.loss_function(logits=fields["logits"], vocab_size=vocabulary, **arguments)
+        return with_balancing_loss(self.model, loss, fields["aux_loss"]) if "aux_loss" in fields else loss
+
+    def _prepare_backward(self, fields: Mapping[str, Any]) -> None:
         """Checkpointed layers run again in the backward, and have to meet the seam's attention after unpatch(), too."""
-        for output in outputs:
+        for output in (fields["logits"], *fields.get("hidden_states", ()), *fields.get("router_logits", ())):
             if output.requires_grad:
                 output.register_hook(self._lead_backward)
 
@@ -134,18 +167,22 @@ class PatchedForward(SeamForward):
         """What a call asks for; None for one that `generate` makes."""
         if self.generating[get_ident()]:
             return None
-        model, config = self.model, self.model.config
+        model, config = self.model, text_config(self.model.config)
         runs_again = model.training and model.is_gradient_checkpointing  # transformers then makes no cache
         arguments = self.__signature__.bind(*args, **kwargs).arguments
         arguments |= arguments.pop("kwargs", {})
         if config.output_attentions:
             arguments.setdefault("output_attentions", True)
-        call = PatchedCall(arguments, self.response_length, config.use_cache and not runs_again)
+        router_logits = arguments.pop("output_router_logits", None) if has_router(model) else None
+        caches = config.use_cache and not runs_again
+        call = PatchedCall(arguments, self.response_length, caches, self.rotary_axes)
         given = self.temperature if call.temperature is None else call.temperature
         call.temperature = check_temperature(given, call.num_rows, zero=False)
         if call.return_dict is None:
-            call.return_dict = config.return_dict
+            call.return_dict = model.config.return_dict
         if call.plan is None:
+            if router_logits is not None:
+                call.inputs["output_router_logits"] = router_logits
             self.counts = PatchCounts(call.num_tokens, call.num_tokens, 0, call.num_rows, call.unshared)
             return call
         self.counts = PatchCounts(call.num_tokens, call.plan.num_tokens, call.plan.num_groups, call.num_rows)
@@ -154,7 +191,10 @@ class PatchedForward(SeamForward):
                 "neftune_noise_alpha: expected none, got noise on embeddings, which differs from row to row; unpatch() "
                 "the model, or train without it"
             )
-        call.inputs["zorro"] = self._attention(call.plan)
+        call.inputs["zorro"] = self._layer_call(call.plan)
+        if has_router(model):
+            asked, call.aux_loss = asked_of_routers(model, router_logits)
+            call.inputs |= {"output_router_logits": False, ASK: asked}
         call.runs_again = runs_again
         return call
 
@@ -198,6 +238,18 @@ def patch(
         outer = outer.outer
     forward.outer = outer
     return forward
+
+
+def _check_head(logits: Tensor | None, call: PatchedCall) -> None:
+    """A forward put on the class, such as veRL's, may not know ``logits_to_keep``, or give no logits."""
+    kept = None if call.plan is None else call.inputs["logits_to_keep"].numel()
+    if logits is None or kept not in (None, logits.shape[1]):
+        expected = "all" if kept is None else kept
+        got = "no logits" if logits is None else logits.shape[1]
+        raise ValueError(
+            f"logits_to_keep: expected logits of {expected} positions from the model's own forward, got {got}; "
+            "another forward has been put on its class, which a patched model can't use"
+        )
 
 
 def _divided(logits: Tensor, temperature: float | Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from zorro_verl.models import check_attention_layer, name_of, resolve_kernels
+from zorro_verl.attention_kernels import resolve_kernels
+from zorro_verl.models import check_attention_layer, name_of
 from zorro_verl.patched_attention import PatchedAttention
 
 

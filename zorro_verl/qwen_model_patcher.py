@@ -22,13 +22,13 @@ class Qwen3ModelOncePatcher:
         patcher.unpatch()
 
     A patched model is called as before: ``attention_mask``, ``position_ids``, ``inputs_embeds``, ``labels``,
-    ``logits_to_keep``, ``output_hidden_states``, ``generate``. It can be copied, pickled, saved, checkpointed and
-    compiled. Logits at padding positions are zero. A call with ``use_cache=True`` or ``past_key_values`` runs
-    unshared, and `stats` counts it; one that asks for what sharing does not compute (``output_attentions``, a 4-D
-    mask) is a ValueError that names the argument.
+    ``logits_to_keep``, ``output_hidden_states``, ``output_router_logits``, ``generate``. It can be copied, pickled,
+    saved, checkpointed and compiled. Logits at padding positions are zero. A call with ``use_cache=True``,
+    ``past_key_values``, images or videos runs unshared, and `stats` counts it; one that asks for what sharing does not
+    compute (``output_attentions``, a 4-D mask) is a ValueError that names the argument.
 
     Args:
-        model: a ``...ForCausalLM`` of a supported type, or a PEFT model around one.
+        model: a ``...ForCausalLM`` or ``...ForConditionalGeneration`` of a supported type, or a PEFT model around one.
         use_split_attention: False shares projections, MLPs and head, and runs attention on the rows as they were.
         attn_implementation: "auto", "eager", "sdpa", "flash_attention_2" or "flash_attention_3".
     """

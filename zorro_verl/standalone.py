@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import append_to_dict
@@ -20,12 +20,12 @@ from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
 from zorro_verl.actor_options import resolve_device, resolve_dtype, resolve_options
+from zorro_verl.families import auto_class, check_supported
 from zorro_verl.log_probs import check_temperature
-from zorro_verl.metrics import FALLBACK_REASONS, ShareCounts, call_stats
-from zorro_verl.micro_batches import check_count
-from zorro_verl.models import check_supported, install
+from zorro_verl.metrics import ShareCounts
+from zorro_verl.micro_batches import MicroBatches, check_count
+from zorro_verl.models import install
 from zorro_verl.options import ZorroOptions
-from zorro_verl.packing import Plan
 from zorro_verl.padded_batch import LOSS_INPUTS, PaddedBatch
 
 # What an engine does inside verl, and which this class does not do outside of it.
@@ -110,10 +110,12 @@ class Standalone:
         )
         self.options = resolve_options(options, self.actor_config)
         device, dtype = resolve_device(device), resolve_dtype(dtype)
-        check_supported(AutoConfig.from_pretrained(model_name_or_path))
-        model = AutoModelForCausalLM.from_pretrained(model_name_or_path, dtype=dtype, attn_implementation="sdpa")
+        config = AutoConfig.from_pretrained(model_name_or_path)
+        check_supported(config)
+        model = auto_class(config).from_pretrained(model_name_or_path, dtype=dtype, attn_implementation="sdpa")
         self.module = model.to(device)
-        install(self.module, attn_implementation, use_split_attention)
+        linear_attention = self.options.linear_attention
+        install(self.module, attn_implementation, use_split_attention, linear_attention=linear_attention)
         self._dense = self.module.forward.kernels is None
         self.optimizer = self.lr_scheduler = None
         self._stats = ShareCounts().summary()
@@ -142,7 +144,8 @@ class Standalone:
         Args:
             batch: a mapping of tensors, a TensorDict or a verl ``DataProto``: ``input_ids`` ``(B, S)`` int64,
                 ``attention_mask`` and ``position_ids`` ``(B, S)``, ``responses`` ``(B, R)``. Rows come in any order;
-                padding may lie anywhere.
+                padding may lie anywhere. A model with a vision tower also takes ``position_ids`` ``(B, A, S)``, and
+                ``multi_modal_inputs``, for each row a dict (``pixel_values``, ``image_grid_thw``, ...) or None.
             temperature: one float, or ``(B,)``; divides the logits. One that stands in the batch is not read here.
             calculate_entropy: whether to compute the entropy.
 
@@ -154,9 +157,9 @@ class Standalone:
         temperature = check_temperature(temperature, read.rows.num_rows)
         if isinstance(temperature, Tensor):
             temperature = temperature.expand(read.rows.num_rows)
-        inputs, plan = self.pack(read.rows, temperature, calculate_entropy)
+        inputs, _ = self.pack(read.rows, read.media, temperature, calculate_entropy)
         output = self.module(**inputs, use_cache=False)
-        self._count_whole(plan)
+        self._count_whole(read)
         return ActorOutput(output["log_probs"], output.get("entropy"))
 
     def compute_policy_loss_and_backward(
@@ -187,16 +190,16 @@ class Standalone:
         read = self._read(batch, self._loss_inputs())
         data = read.jagged(temperature, self._needs_entropy(), self._loss_inputs())
         whole = [range(read.rows.num_rows)]
-        loss, metrics, plan = self._accumulate(data, whole, self._loss_config(read.width), gradient_accumulation)
-        self._count_whole(plan)
+        loss, metrics = self._accumulate(data, whole, self._loss_config(read.width), gradient_accumulation)
+        self._count_whole(read)
         return {"actor/policy_loss": loss} | metrics
 
     def _accumulate(
         self, data: TensorDict, micro_batches: Sequence[Sequence[int]], config: FSDPActorConfig, divisor: int = 1
-    ) -> tuple[float, dict[str, float], Plan]:
+    ) -> tuple[float, dict[str, float]]:
         """Forward, verl's loss over all of ``data``, and the backward of its share, of each micro-batch.
 
-        Returns the loss, undivided, verl's metrics of it, and the plan of the last micro-batch.
+        Returns the loss, undivided, and verl's metrics of it.
         """
         settings = {
             "dp_size": 1,
@@ -214,15 +217,15 @@ class Standalone:
             (loss / divisor).backward()
             total += loss.detach()
             append_to_dict(metrics, values)
-        return float(total), {name: float(value) for name, value in reduce_metrics(metrics).items()}, args["plan"]
+        return float(total), {name: float(value) for name, value in reduce_metrics(metrics).items()}
 
     def _read(self, batch: Any, required: tuple[str, ...] = ()) -> PaddedBatch:
         device = next(self.module.parameters()).device
-        return PaddedBatch(batch, device, self.module.get_input_embeddings().num_embeddings, required)
+        vocabulary = self.module.get_input_embeddings().num_embeddings
+        return PaddedBatch(batch, device, vocabulary, self.module.config, required)
 
-    def _count_whole(self, plan: Plan) -> None:
-        nothing = dict.fromkeys(FALLBACK_REASONS, 0)
-        self._stats = call_stats(plan.num_row_tokens, plan.num_tokens, plan.num_groups, nothing)
+    def _count_whole(self, read: PaddedBatch) -> None:
+        self._stats = MicroBatches(read.rows, read.media).counts([range(read.rows.num_rows)]).summary()
 
     def _check_trainable(self) -> None:
         if not any(p.requires_grad for p in self.module.parameters()):

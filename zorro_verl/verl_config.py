@@ -11,7 +11,7 @@ from verl.utils.model import update_model_config
 from verl.workers.config import FSDPActorConfig
 
 from zorro_verl.actor_options import check_options
-from zorro_verl.models import check_supported, check_training, check_window, sliding_window
+from zorro_verl.families import check_supported, check_training
 from zorro_verl.options import ZorroOptions
 
 
@@ -63,7 +63,7 @@ def check_run(config: DictConfig) -> None:
 
 
 def check_model(config: DictConfig) -> None:
-    """Refuse an unsupported model while nothing has been started yet, and with the longest row that the run allows.
+    """Refuse an unsupported model while nothing has been started yet.
 
     Only where the checkpoint is a folder of this machine; the workers check every model when they have it.
     """
@@ -75,4 +75,3 @@ def check_model(config: DictConfig) -> None:
     update_model_config(hf_config, override.get("model_config", override))
     check_supported(hf_config)
     check_training(hf_config, training=True)
-    check_window(sliding_window(hf_config), config.data.max_prompt_length + config.data.max_response_length)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 
 from zorro_verl.grouping import Rows
+from zorro_verl.media import Media, Vision
+
+MEDIA = "multi_modal_inputs"
 
 
-def rows_from_verl(data: TensorDict) -> Rows:
-    """The rows of a TensorDict as verl's worker builds it.
+def rows_from_verl(data: TensorDict, vision: Vision | None = None) -> tuple[Rows, Media]:
+    """The rows of a TensorDict as verl's worker builds it, and the media that they bring.
 
     Args:
         data: ``input_ids`` and ``position_ids`` jagged over prompt + response; ``responses`` jagged (V1 trainer), or
-            dense with ``attention_mask`` (V0).
+            dense with ``attention_mask`` (V0); ``multi_modal_inputs`` a dict or None for each row, if any has media.
+        vision: of the model.
 
     Raises:
-        ValueError: a missing or dense key, multi-modal rows, or an empty prompt.
+        ValueError: a missing or dense key, media that the model does not take, or an empty prompt.
     """
     for key in ("input_ids", "position_ids", "responses"):
         if key not in data.keys():
@@ -32,8 +37,6 @@ def rows_from_verl(data: TensorDict) -> Rows:
             raise ValueError(f"{name}: expected jagged rows without holes (verl's no-padding layout)")
         if value.is_floating_point():
             raise ValueError(f"{name}: expected integers, got {value.dtype}")
-    if "multi_modal_inputs" in data.keys():
-        check_text_only(data["multi_modal_inputs"])
     if responses.is_nested:
         response_lens = responses.offsets().diff()
     elif "attention_mask" in data.keys():
@@ -43,10 +46,25 @@ def rows_from_verl(data: TensorDict) -> Rows:
     cu_seqlens = input_ids.offsets()
     positions = position_ids.values()
     prompt_lens = cu_seqlens.diff().cpu() - response_lens.cpu()
-    return Rows(input_ids.values().long(), positions.long(), cu_seqlens, prompt_lens)
+    media = media_of(data[MEDIA] if MEDIA in data.keys() else None, cu_seqlens.numel() - 1, vision)
+    return Rows(input_ids.values().long(), positions.long(), cu_seqlens, prompt_lens, media.present), media
 
 
-def check_batch(data: TensorDict, rows: Rows, vocabulary: int) -> None:
+def media_of(given: Iterable | None, num_rows: int, vision: Vision | None) -> Media:
+    """The media of a batch from its ``multi_modal_inputs``, which may be absent.
+
+    Raises:
+        ValueError: not one entry for each row, or as `Media`.
+    """
+    if given is None:
+        return Media([None] * num_rows, vision)
+    items = [item.data if isinstance(item, NonTensorData) else item for item in given]
+    if len(items) != num_rows:
+        raise ValueError(f"{MEDIA}: expected an entry for each of {num_rows} rows, got {len(items)}")
+    return Media(items, vision)
+
+
+def check_batch(data: TensorDict, rows: Rows, vocabulary: int, axes: tuple[int, ...]) -> None:
     """Refuse what would otherwise fail later and on one rank only, where the others would wait for it.
 
     Raises:
@@ -60,6 +78,7 @@ def check_batch(data: TensorDict, rows: Rows, vocabulary: int) -> None:
     if isinstance(temperature, torch.Tensor) and temperature.dim() > 0 and temperature.shape != (rows.num_rows,):
         raise ValueError(f"temperature: expected a number or ({rows.num_rows},), got {tuple(temperature.shape)}")
     check_tokens(rows, vocabulary)
+    check_axes(rows, axes)
     positions = data["position_ids"].offsets().cpu()
     if not torch.equal(positions, rows.cu_seqlens):
         raise ValueError("position_ids: expected rows as long as those of input_ids, got others")
@@ -77,10 +96,15 @@ def check_tokens(rows: Rows, vocabulary: int) -> None:
         raise ValueError(f"input_ids: expected tokens in 0..{vocabulary - 1}, got {low}..{high}")
 
 
-def check_text_only(multi_modal_inputs: Iterable) -> None:
-    """Raise a ValueError for media in any row: ``multi_modal_inputs`` holds a dict (or None) for each."""
-    if any(map(bool, multi_modal_inputs)):
-        raise ValueError(
-            "multi_modal_inputs: expected text-only rows for this model type, got images or other media; "
-            "use actor_rollout_ref.actor.strategy=fsdp2"
-        )
+def position_axes(config: Any) -> tuple[int, ...]:
+    """How many axes positions may have beside none: rows of time, height and width, or these below one of the text."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return (3, 4) if "mrope_section" in rope else ()
+
+
+def check_axes(rows: Rows, axes: tuple[int, ...]) -> None:
+    """Raise a ValueError for positions with more axes than the model's rotary embedding takes, see `position_axes`."""
+    shape = rows.position_ids.shape[:-1]
+    if shape and shape[0] not in axes:
+        more = f"or with {' or '.join(map(str, axes))} axes, " if axes else "for a model without mrope_section, "
+        raise ValueError(f"position_ids: expected one position for each token, {more}got {shape[0]} axes")

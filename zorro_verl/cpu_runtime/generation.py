@@ -7,6 +7,7 @@ of that request. Greedy it is the model's own `generate`, which knows neither a 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import (
@@ -17,7 +18,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from zorro_verl.cpu_runtime.seeding import request_seed, uniforms
 
@@ -94,10 +95,15 @@ class Completion:
 
 @dataclass(frozen=True)
 class PromptState:
-    """What is kept of a prompt: keys and values, (kv_heads, tokens, head_dim) a layer, and the logits after it."""
+    """What is kept of a prompt: two tensors a layer, and the logits after it.
+
+    Of a full attention layer keys and values, (kv_heads, tokens, head_dim); of a linear one the conv's last inputs,
+    (channels, width), and the recurrent state, (heads, key_dim, value_dim).
+    """
 
     layers: list[tuple[torch.Tensor, torch.Tensor]]
     logits: torch.Tensor
+    length: int
 
 
 class PromptSharingGenerator:
@@ -106,7 +112,8 @@ class PromptSharingGenerator:
     A prompt is computed alone and without padding, so its state does not depend on its neighbours. Then each row of the
     batch is a prompt, and its siblings are the row's columns: in every step the model gets (prompts, siblings) tokens,
     with a mask under which a column sees the row's prompt and its own tokens. Keys and values of a prompt are never
-    copied for its siblings. `kept_tokens` bounds the prompts that are kept from one batch to the next.
+    copied for its siblings. In a model with linear attention, whose state has no columns, every sibling is a row with a
+    copy of the prompt's state. `kept_tokens` bounds the prompts that are kept from one batch to the next.
     """
 
     def __init__(self, model: PreTrainedModel, end_tokens: Sequence[int], kept_tokens: int):
@@ -171,14 +178,19 @@ class PromptSharingGenerator:
     def _state(self, prompt: tuple[int, ...]) -> PromptState:
         if prompt not in self._states:
             cache = DynamicCache(config=self._model.config)
-            if not all(type(layer) is DynamicLayer for layer in cache.layers):
+            if not all(type(layer) in (DynamicLayer, LinearAttentionLayer) for layer in cache.layers):
                 raise ValueError(
-                    "rollout.name=hf shares the keys and values of full attention layers, but "
+                    "rollout.name=hf shares the state of full and linear attention layers, but "
                     f"{self._model.config.model_type} has layers of another kind: choose another rollout.name"
                 )
             output = self._model(torch.tensor([prompt]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-            layers = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
-            self._states[prompt] = PromptState(layers, output.logits[0, -1])
+            layers = [
+                (layer.conv_states[0], layer.recurrent_states[0])
+                if _is_linear(layer)
+                else (layer.keys[0], layer.values[0])
+                for layer in cache.layers
+            ]
+            self._states[prompt] = PromptState(layers, output.logits[0, -1], len(prompt))
         self._states.move_to_end(prompt)
         return self._states[prompt]
 
@@ -193,12 +205,19 @@ class _SiblingSteps:
     """Runs the model on one token of every sibling of every prompt, and remembers what they have said so far."""
 
     def __init__(self, model: PreTrainedModel, states: Sequence[PromptState], siblings: int):
-        lengths = torch.tensor([state.layers[0][0].shape[1] for state in states])
+        self._cache = DynamicCache(config=model.config)
+        self._columns = siblings
+        if any(map(_is_linear, self._cache.layers)):
+            states, siblings = [state for state in states for _ in range(siblings)], 1
+        lengths = torch.tensor([state.length for state in states])
         width = int(lengths.max())
         self._model = model
-        self._cache = DynamicCache(
-            [(_padded(keys, width), _padded(values, width)) for keys, values in _by_layer(states)], config=model.config
-        )
+        for layer, (first, second) in zip(self._cache.layers, _by_layer(states), strict=True):
+            if _is_linear(layer):
+                layer.update_conv_state(torch.stack(first))
+                layer.update_recurrent_state(torch.stack(second))
+            else:
+                layer.update(_padded(first, width), _padded(second, width))
         self._positions = lengths[:, None].repeat(1, siblings)
         sees_prompt = torch.arange(width) < lengths[:, None]
         self._mask = _additive(sees_prompt[:, None, None].expand(-1, 1, siblings, -1), model.dtype)
@@ -208,6 +227,8 @@ class _SiblingSteps:
 
     def __call__(self, chosen: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """The next logits of the requests at (row, column), whose last token is `chosen`."""
+        if self._positions.shape[1] == 1:
+            row, column = row * self._columns + column, torch.zeros_like(column)
         tokens = torch.zeros_like(self._positions)  # a place without a request computes something that nobody reads
         tokens[row, column] = chosen
         self._mask = torch.cat([self._mask, self._own], -1)
@@ -251,10 +272,14 @@ def _places(batch: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
     return row, column
 
 
+def _is_linear(layer: Any) -> bool:
+    return isinstance(layer, LinearAttentionLayer)
+
+
 def _by_layer(states: Sequence[PromptState]) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     for layer in zip(*(state.layers for state in states), strict=True):
-        keys, values = zip(*layer, strict=True)
-        yield keys, values
+        first, second = zip(*layer, strict=True)
+        yield first, second
 
 
 def _padded(states: Sequence[torch.Tensor], width: int) -> torch.Tensor:

@@ -1,0 +1,141 @@
+"""The seam on Gated DeltaNet layers: a call's plan reaches the mixer, and its conv and recurrence follow it.
+
+A mixer keeps the kernels of its conv and its recurrence as attributes; on an installed model these are the ones here,
+which run the mixer's own kernels along the plan. Its forward stays what it is, Hugging Face's or verl's. Not every
+such forward hands its keyword arguments on to the mixer (transformers 5.5.3 and verl's don't), but every model hands
+them to its decoder layers: hooks there say which plan the layer runs under, in this call and in the one that
+checkpointing makes of it in the backward.
+"""
+
+from __future__ import annotations
+
+from threading import get_ident
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zorro_verl.linear_attention import LinearPlan, causal_conv, gated_delta_rule
+
+
+class LinearCall(Protocol):
+    """What a decoder layer is called with as ``zorro=``."""
+
+    def linear_plan(self, varlen: bool) -> LinearPlan:
+        """The plan of all linear layers of the call, for kernels that take ``cu_seqlens`` or for others."""
+
+
+class SharedMixer:
+    """The conv and the recurrence of one mixer, by plan. Deep-copies and pickles with its model.
+
+    Args:
+        layer: the decoder layer.
+        mixer: the Gated DeltaNet in it.
+    """
+
+    def __init__(self, layer: nn.Module, mixer: nn.Module):
+        self.layer, self.mixer = layer, mixer
+        self.stock_conv, self.stock_rule = mixer.causal_conv1d_fn, mixer.chunk_gated_delta_rule
+        # By thread: two may run the same model at once, and a backward may run layers again in a thread of its own.
+        self.calls: dict[int, LinearCall] = {}
+        self.hooks: tuple[Any, ...] = ()
+
+    def attach(self) -> None:
+        """Take the place of the mixer's kernels."""
+        self.mixer.causal_conv1d_fn, self.mixer.chunk_gated_delta_rule = self.conv, self.rule
+        self.hooks = (
+            self.layer.register_forward_pre_hook(self.enter, with_kwargs=True),
+            self.layer.register_forward_hook(self.leave, always_call=True),
+        )
+
+    def detach(self) -> None:
+        """Leave mixer and layer as they were."""
+        self.mixer.causal_conv1d_fn, self.mixer.chunk_gated_delta_rule = self.stock_conv, self.stock_rule
+        for hook in self.hooks:
+            hook.remove()
+
+    def enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before the decoder layer runs."""
+        if kwargs.get("zorro") is not None:
+            self.calls[get_ident()] = kwargs["zorro"]
+
+    def leave(self, layer: nn.Module, args: tuple, output: Any) -> None:
+        """After it has, or has failed."""
+        self.calls.pop(get_ident(), None)
+
+    def conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Any = None
+    ) -> Tensor:
+        """The mixer's ``causal_conv1d_fn``: ``(B, C, L)`` -> ``(B, C, L)``."""
+
+        def stock(x: Tensor) -> Tensor:
+            if self.stock_conv is not None:
+                return self.stock_conv(x=x, weight=weight, bias=bias, activation=activation, seq_idx=seq_idx)
+            if seq_idx is not None:
+                raise ValueError(
+                    "seq_idx: expected None without the package causal-conv1d, got packed sequences; uninstall the "
+                    "seam for this call, or install causal-conv1d"
+                )
+            # What every mixer does without a kernel.
+            return F.silu(self.mixer.conv1d(x)[:, :, : x.shape[-1]])
+
+        plan = self._plan()
+        if plan is None:
+            return stock(x)
+        _refuse(seq_idx=seq_idx)
+        return causal_conv(stock, x, weight.shape[-1], plan)
+
+    def rule(self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
+        """The mixer's ``chunk_gated_delta_rule``: the output ``(B, L, H, V)``, and the final state if asked for."""
+        plan = self._plan()
+        if plan is None:
+            return self.stock_rule(query, key, value, g=g, beta=beta, **options)
+        normalise = options.pop("use_qk_l2norm_in_kernel")
+        _refuse(**options)
+        out = gated_delta_rule(self.stock_rule, query, key, value, g, beta, plan, use_qk_l2norm_in_kernel=normalise)
+        return out, None
+
+    def _plan(self) -> LinearPlan | None:
+        call = self.calls.get(get_ident())
+        return None if call is None else call.linear_plan(takes_cu_seqlens(self.stock_rule))
+
+
+def takes_cu_seqlens(rule: Any) -> bool:
+    """Whether a recurrence honours ``cu_seqlens``: flash-linear-attention's does, transformers' ignores it."""
+    return rule.__module__.partition(".")[0] == "fla"
+
+
+def _refuse(**options: Any) -> None:
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: expected none beside a plan, got {value!r:.60}; a shared call has no cache")
+
+
+def linear_layers(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Each decoder layer with a Gated DeltaNet, and that mixer."""
+    return [
+        (layer, mixer)
+        for layer in model.modules()
+        for mixer in layer.children()
+        if hasattr(mixer, "chunk_gated_delta_rule") and hasattr(mixer, "causal_conv1d_fn")
+    ]
+
+
+def attach_mixers(model: nn.Module) -> None:
+    """Let every Gated DeltaNet of ``model`` follow the plan of a call."""
+    for layer, mixer in linear_layers(model):
+        if shared_mixer_of(mixer) is None:
+            SharedMixer(layer, mixer).attach()
+
+
+def detach_mixers(model: nn.Module) -> None:
+    """Leave every layer of ``model``, which may be a copy of the one that they were attached to, as it was."""
+    for _, mixer in linear_layers(model):
+        if shared := shared_mixer_of(mixer):
+            shared.detach()
+
+
+def shared_mixer_of(mixer: nn.Module) -> SharedMixer | None:
+    """What follows the plan on a mixer, if something does."""
+    owner = getattr(mixer.chunk_gated_delta_rule, "__self__", None)
+    return owner if isinstance(owner, SharedMixer) else None
