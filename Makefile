@@ -9,10 +9,10 @@ VENV_PYTHON := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup test test-fast lint format bench demo clean
+.PHONY: help setup test test-fast test-versions lint format bench demo clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 15
 
 setup: ## Make or mend .venv from requirements/cpu.lock.txt
 	@python="$(PYTHON)"; if [ -z "$$python" ]; then \
@@ -25,6 +25,9 @@ test: setup ## Run every test (ARGS="-k name" is passed to pytest)
 # File by file on two processes: fixtures of a file are expensive, and most tests keep one core busy.
 test-fast: setup ## Run the tests that start no Ray cluster, two files at a time
 	$(VENV_PYTHON) -m pytest -m "not ray" -n 2 --dist loadfile $(ARGS)
+
+test-versions: setup ## Run the model tests under the oldest, a middle and the newest transformers (ARGS="--versions 5.5.3")
+	$(VENV_PYTHON) scripts/check_versions.py $(ARGS)
 
 lint: setup ## Check style and formatting
 	$(VENV_PYTHON) -m ruff check .
@@ -40,6 +43,6 @@ bench: setup ## Measure forward + backward against the plain model (ARGS="--chec
 demo: setup ## Train with veRL's own trainer, shared prompts against stock (STEPS=30, BASELINE=0, DEMO_OUT=folder)
 	$(VENV_PYTHON) scripts/demo/run.py $(ARGS)
 
-clean: ## Remove caches, builds and outputs; .venv stays
+clean: ## Remove caches, builds and outputs; .venv and .versions stay
 	rm -rf build dist outputs demo-out .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find zorro_verl configs tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -52,7 +52,7 @@ MODULES: dict[str, set[str]] = {
     "verl_rows": {"torch", "tensordict"},
     "actor_options": {"torch", "verl"},
     "verl_config": {"omegaconf", "transformers", "verl"},
-    "padded_batch": {"torch", "tensordict", "transformers"},
+    "padded_batch": {"torch", "tensordict", "transformers", "verl"},
     "standalone": {"torch", "tensordict", "transformers", "verl"},
     "data_proto": {"torch", "tensordict", "verl"},
     "actor": {"torch", "tensordict", "transformers", "verl"},

@@ -82,9 +82,9 @@ def test_name_licence_and_python(metadata):
 
 
 def test_an_environment_with_verl_needs_nothing_more(requirements):
-    """Only torch and transformers are required, in the ranges that this and verl support; the rest are extras."""
+    """torch, transformers and what the command line needs, which transformers brings; the rest are extras."""
     required = {r.name: r.specifier for r in requirements if not r.marker}
-    assert set(required) == {"torch", "transformers"}
+    assert set(required) == {"torch", "transformers", "packaging", "rich", "typer"}
     assert str(required["torch"]) == ">=2.11"
     in_verl = (Requirement(line) for line in requires("verl"))
     assert required["transformers"] == next(r.specifier for r in in_verl if r.name == "transformers" and not r.marker)
@@ -94,8 +94,11 @@ def test_extras(metadata):
     assert set(metadata.get_all("Provides-Extra")) == {"verl", "demo", "flash", "fla", "triton", "dev"}
 
 
-def test_the_entry_point_names_the_plug_in(wheel):
-    assert metadata_file(wheel, "entry_points.txt").split() == ["[verl.plugins]", "zorro", "=", "zorro_verl.plugin"]
+def test_the_entry_points_name_the_command_and_the_plug_in(wheel):
+    assert metadata_file(wheel, "entry_points.txt").split() == [
+        *("[console_scripts]", "zorro-verl", "=", "zorro_verl.cli:app"),
+        *("[verl.plugins]", "zorro", "=", "zorro_verl.plugin"),
+    ]
     assert (ROOT / "zorro_verl" / "plugin.py").is_file()
 
 

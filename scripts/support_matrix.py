@@ -1,0 +1,115 @@
+"""Verify a tiny random model of every supported type and write what came out into docs/models.md.
+
+    python scripts/support_matrix.py                    # all types; a few minutes on two cores
+    python scripts/support_matrix.py --only qwen3_5     # print one row, write nothing
+
+Each model is saved as a checkpoint and goes through what `zorro-verl verify` does, in float64: as a whole, and where it
+has linear attention with both ways of sharing it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tiny_models
+import torch
+import transformers
+from bench_cpu import hardware
+
+from zorro_verl.equivalence import Sharing
+from zorro_verl.families import SUPPORTED_MODEL_TYPES
+from zorro_verl.verify import Report, quiet_loading, verify
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+BEGIN, END = "<!-- support matrix, written by scripts/support_matrix.py -->", "<!-- end of the support matrix -->"
+QUANTITIES = ("log_probs", "entropy", "gradients")
+KINDS = {
+    "full_attention": "full",
+    "sliding_attention": "sliding",
+    "linear_attention": "linear",
+    "mixture_of_experts": "MoE",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One type in the matrix, from one or more reports."""
+
+    reports: tuple[Report, ...]
+
+    def text(self) -> str:
+        first = self.reports[0]
+        layers = ", ".join(f"{first.layers[kind]} {word}" for kind, word in KINDS.items() if first.layers.get(kind))
+        worst = (
+            max(d.worst for report in self.reports for d in report.differences if d.quantity == quantity)
+            for quantity in QUANTITIES
+        )
+        numbers = " | ".join(f"{x:.0e}" if x else "0" for x in worst)
+        return f"| `{first.model_type}` | `{first.model_class}` | {layers} | {numbers} | {self.verdict} |"
+
+    @property
+    def verdict(self) -> str:
+        return "equal" if all(report.equal for report in self.reports) else "**differs**"
+
+
+def row(name: str) -> Row:
+    """Verify a type."""
+    with tempfile.TemporaryDirectory() as folder:
+        with quiet_loading():
+            model = tiny_models.build(name)
+            model.save_pretrained(folder)
+        linear = "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+        ways = [Sharing(linear_attention=way) for way in (("expand", "fork") if linear else ("auto",))]
+        return Row(tuple(verify(folder, "float64", sharing=way, layer_by_layer=False) for way in ways))
+
+
+def section(rows: Sequence[Row]) -> str:
+    """The text between the markers."""
+    some = rows[0].reports[0]
+    return "\n".join(
+        (
+            "| model type | class | layers of the tiny model | log-probs | entropy | gradients | |",
+            "|---|---|---|---|---|---|---|",
+            *(r.text() for r in rows),
+            "",
+            f"`python scripts/support_matrix.py`: {some.rows} rows, {some.groups} prompts, token ratio "
+            f"{some.token_ratio:.2f}, float64 (allowed: 5e-6); hybrids with both `expand` and `fork`. Python "
+            f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, "
+            f"{hardware()}.",
+        )
+    )
+
+
+def write(text: str) -> None:
+    """Put the text between the markers of the page."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=SUPPORTED_MODEL_TYPES, metavar="TYPE", help="print these rows")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
+    torch.set_num_threads(1)
+    rows = []
+    for name in options.only or SUPPORTED_MODEL_TYPES:
+        rows.append(row(name))
+        print(rows[-1].text(), file=sys.stdout if options.only else sys.stderr, flush=True)
+    if not options.only:
+        write(section(rows))
+    return 0 if all(r.verdict == "equal" for r in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

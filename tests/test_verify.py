@@ -1,0 +1,404 @@
+"""`zorro-verl verify`: what equals passes, what is broken does not, a mistake is one line."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from zorro_verl import equivalence, verify
+from zorro_verl.cli import app
+from zorro_verl.equivalence import (
+    Batch,
+    Comparison,
+    Outcome,
+    Sharing,
+    Sizes,
+    plain_outcome,
+    ragged_batch,
+    shared_outcome,
+)
+from zorro_verl.grouping import Rows
+from zorro_verl.layer_loading import LayeredCheckpoint
+from zorro_verl.layerwise import compare_layer
+from zorro_verl.packing import Plan
+from zorro_verl.varlen import CpuKernels
+from zorro_verl.verify import config_of, load, skeleton, text_tokens
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "verify_equivalence.py"
+SMALL = ("--rows", 7, "--prompt", 9, "--response", 5)
+WHOLE, LAYERS = "--whole", "--layer-by-layer"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Folders of tiny models, each saved once."""
+    folders = {}
+
+    def folder_of(name, dtype="float64", shard="5GB", **config):
+        key = repr((name, dtype, shard, config))
+        if key not in folders:
+            folders[key] = str(tmp_path_factory.mktemp(name))
+            with verify.quiet_loading():
+                model = tiny_models.build(name, getattr(torch, dtype), **config)
+                model.save_pretrained(folders[key], max_shard_size=shard)
+        return folders[key]
+
+    return folder_of
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, ["verify", *map(str, arguments)])
+
+
+def report_of(folder, *arguments, tmp_path):
+    """The exit code and what the command wrote with --json."""
+    path = tmp_path / "report.json"
+    result = command("--model", folder, *arguments, "--json", path)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    return result.exit_code, json.loads(path.read_text())
+
+
+# What is equal.
+
+
+@pytest.mark.parametrize("how", [WHOLE, LAYERS])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_moe", "qwen3_5"])
+def test_tiny_models_are_equal(checkpoint, tmp_path, name, how):
+    code, report = report_of(checkpoint(name), "--dtype", "float64", *SMALL, how, tmp_path=tmp_path)
+    assert (code, report["equal"]) == (0, True), report
+    quantities = {difference["quantity"] for difference in report["differences"]}
+    assert quantities == {"log_probs", "entropy", "gradients"} | (
+        {"layer outputs", "input gradients"} if how == LAYERS else set()
+    )
+    assert all(difference["tolerance"] == 5e-6 for difference in report["differences"])
+    assert report["token_ratio"] > 1.5
+    assert report["layer_by_layer"] is (how == LAYERS)
+
+
+@pytest.mark.parametrize("how", [WHOLE, LAYERS])
+def test_bfloat16_is_compared_with_float64(checkpoint, tmp_path, how):
+    code, report = report_of(checkpoint("qwen3", "bfloat16"), "--dtype", "bfloat16", how, tmp_path=tmp_path)
+    assert (code, report["oracle"]) == (0, "float64"), report
+    assert all(0.5 < d["worst"] <= 1.5 and d["measure"] == "error ratio" for d in report["differences"])
+
+
+def test_the_table(checkpoint):
+    result = command("--model", checkpoint("qwen3_moe"), "--dtype", "float64", *SMALL)
+    assert result.exit_code == 0
+    for words in (
+        "Qwen3MoeForCausalLM (qwen3_moe), compared as a whole",
+        "3 full attention, 2 mixture of experts",
+        "7 rows, 3 prompts",
+        "token ratio",
+        "float64 on cpu",
+        "log_probs",
+        "gradients",
+        "Equal.",
+    ):
+        assert words in result.output, words
+    assert "differs" not in result.output
+
+
+def test_windows_that_no_row_reaches_are_noted(checkpoint):
+    arguments = ("--model", checkpoint("gemma3_text"), "--dtype", "float64", "--response", 3)
+    short, long = (command(*arguments, "--prompt", n) for n in (3, 9))
+    assert short.exit_code == long.exit_code == 0
+    assert "no row reaches beyond the sliding window of 6 tokens" in short.output
+    assert "Note" not in long.output
+
+
+def test_the_script_and_the_commands_of_the_package(checkpoint):
+    arguments = ("--model", checkpoint("qwen3"), "--dtype", "float32", *map(str, SMALL))
+    finished = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    assert "Equal." in finished.stdout
+    listed = CliRunner().invoke(app, ["--help"])
+    assert listed.exit_code == 0
+    assert "verify" in listed.output
+
+
+def test_help_loads_no_torch():
+    code = "import sys, zorro_verl.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# What is broken.
+
+
+def shift_predictors(monkeypatch):
+    """Every response token is predicted by the packed token one further."""
+
+    def build(rows, build_plan=equivalence.build_plan):
+        plan = build_plan(rows)
+        plan.predictor_index = (plan.predictor_index + 1) % plan.num_tokens
+        return plan
+
+    monkeypatch.setattr(equivalence, "build_plan", build)
+
+
+def hide_prompts(monkeypatch):
+    """Responses don't see the prompt that they share."""
+
+    def build(rows, build_plan=equivalence.build_plan):
+        plan = build_plan(rows)
+        plan.forest.cross_calls = []
+        return plan
+
+    monkeypatch.setattr(equivalence, "build_plan", build)
+
+
+def count_positions_on(monkeypatch):
+    """The second response of a prompt goes on where the first one ended."""
+    monkeypatch.setattr(
+        Plan, "pack", lambda plan, x, pack=Plan.pack: pack(plan, x).cummax(0)[0] if x.max() < 20 else pack(plan, x)
+    )
+
+
+def lose_a_little_gradient(monkeypatch):
+    """Keys get one part in a thousand too little."""
+
+    def backward(kernels, *arguments, backward=CpuKernels.backward):
+        dq, dk, dv = backward(kernels, *arguments)
+        return dq, dk * 0.999, dv
+
+    monkeypatch.setattr(CpuKernels, "backward", backward)
+
+
+def no_number(monkeypatch):
+    """A kernel gives NaN."""
+
+    def forward(kernels, *arguments, forward=CpuKernels.forward):
+        out, lse = forward(kernels, *arguments)
+        return out * float("nan"), lse
+
+    monkeypatch.setattr(CpuKernels, "forward", forward)
+
+
+@pytest.mark.parametrize("how", [WHOLE, LAYERS])
+@pytest.mark.parametrize(
+    ("break_it", "found_in"),
+    [
+        (shift_predictors, "log_probs"),
+        (hide_prompts, "log_probs"),
+        (count_positions_on, "log_probs"),
+        (lose_a_little_gradient, "gradients"),
+        (no_number, "log_probs"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+def test_what_is_broken_differs(checkpoint, tmp_path, monkeypatch, break_it, found_in, how):
+    break_it(monkeypatch)
+    code, report = report_of(checkpoint("qwen3"), "--dtype", "float64", *SMALL, how, tmp_path=tmp_path)
+    assert code == 1
+    assert not report["equal"]
+    differing = {d["quantity"] for d in report["differences"] if not d["equal"]}
+    assert found_in in differing
+    if break_it is lose_a_little_gradient:
+        assert "log_probs" not in differing
+    elif how == LAYERS and break_it is not shift_predictors:
+        assert "layer outputs" in differing, "the first layer is wrong, and the last one is asked what comes after it"
+
+
+@pytest.mark.parametrize("how", [WHOLE, LAYERS])
+def test_what_is_broken_differs_in_bfloat16(checkpoint, tmp_path, monkeypatch, how):
+    hide_prompts(monkeypatch)
+    code, _ = report_of(checkpoint("qwen3", "bfloat16"), "--dtype", "bfloat16", *SMALL, how, tmp_path=tmp_path)
+    assert code == 1
+
+
+def outcome(**changes):
+    values = {"log_probs": torch.tensor([-1.0, -2.0]), "entropy": torch.tensor([0.5, 0.6])}
+    gradients = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-3])}
+    for name, value in changes.items():
+        (values if name in values else gradients)[name] = torch.tensor(value)
+    return Outcome(values, gradients)
+
+
+@pytest.mark.parametrize(
+    ("changes", "quantity", "where"),
+    [
+        ({"log_probs": [-1.0, -2.001]}, "log_probs", "row 1, response token 0"),
+        ({"entropy": [float("nan"), 0.6]}, "entropy", "row 0, response token 0"),
+        ({"b": [2e-3]}, "gradients", "b"),
+        ({"b": [float("nan")]}, "gradients", "b"),
+        ({"c": [0.0]}, "gradients", "c: on one side only"),
+    ],
+)
+def test_where_a_difference_is(changes, quantity, where):
+    tokens = torch.tensor([1, 2, 1, 3])
+    batch = Batch(Rows(tokens, torch.tensor([0, 1, 0, 1]), torch.tensor([0, 2, 4]), torch.tensor([1, 1])))
+    comparison = Comparison(batch, torch.float32)
+    assert all(d.equal for d in comparison.differences(outcome(), outcome()))
+    (found,) = (d for d in comparison.differences(outcome(), outcome(**changes)) if not d.equal)
+    assert (found.quantity, found.where) == (quantity, where)
+
+
+# Layer by layer.
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("smollm3", {}),
+        ("qwen3_moe", {"tie_word_embeddings": True}),
+        ("qwen2_moe", {"mlp_only_layers": [], "decoder_sparse_step": 2}),
+        ("qwen3_5_moe", {}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_layers_one_by_one_are_the_model(checkpoint, name, config):
+    """The chain of layers ends in the whole model's own values: each was loaded as what it is."""
+    folder = checkpoint(name, shard="20KB", **config)
+    loaded_config = config_of(folder)
+    batch = ragged_batch(torch.arange(1, 57), Sizes(7, 9, 5))
+    layers = LayeredCheckpoint(folder, loaded_config, skeleton(loaded_config), torch.float64, "cpu")
+    assert len(layers.files) > 1, "the checkpoint is in several files"
+    hidden = None
+    for layer in range(layers.num_layers):
+        differences, hidden = compare_layer(layers, layer, batch, hidden, Sharing(), None)
+        assert all(d.equal for d in differences), differences
+    model = load(folder, loaded_config, torch.float64, "cpu")
+    expected = []
+    hook = model.get_decoder().layers[-1].register_forward_hook(lambda module, args, out: expected.append(out[0]))
+    bounds = batch.rows.cu_seqlens.tolist()
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        model(batch.rows.tokens[None, start:stop], use_cache=False)
+    hook.remove()
+    torch.testing.assert_close(hidden, torch.cat(expected).detach(), atol=1e-5, rtol=1e-6)
+    wrong = torch.cat(expected).roll(1, 0)
+    assert (hidden - wrong).abs().max() > 0.1, "hidden states of tokens differ"
+
+
+def test_a_layer_in_the_middle_comes_alone(checkpoint):
+    folder = checkpoint("qwen3_5_moe")
+    config = config_of(folder)
+    layers = LayeredCheckpoint(folder, config, skeleton(config), torch.float64, "cpu")
+    whole = sum(p.numel() for p in layers.whole.get_decoder().layers[1].parameters())
+    model = layers.load(1, with_ends=False)
+    size = sum(p.numel() for name, p in model.named_parameters() if "visual" not in name)
+    assert size == whole + 3 * config.get_text_config().hidden_size, "a norm, and one word in embedding and head"
+    assert config.get_text_config().num_hidden_layers == 3, "the checkpoint's own config is untouched"
+
+
+@pytest.mark.parametrize("how", [WHOLE, LAYERS])
+def test_lacking_tensors_are_named(checkpoint, tmp_path, how):
+    """The loader would fill them with random values, which both sides would agree on."""
+    folder = checkpoint("qwen3")
+    tensors = load_file(Path(folder, "model.safetensors"))
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(Path(folder, "config.json").read_text())
+    result = command("--model", tmp_path, "--dtype", "float64", how)
+    assert result.exit_code == 2
+    assert re.search(r"lacks model\.layers\.1\.mlp\.up_proj\.weight$", result.output.strip())
+
+
+@pytest.mark.parametrize(("free", "expected"), [(1 << 40, False), (1 << 16, True)])
+def test_memory_decides(checkpoint, tmp_path, monkeypatch, free, expected):
+    monkeypatch.setattr(verify, "free_memory", lambda device: free)
+    _, report = report_of(checkpoint("qwen3"), "--dtype", "float64", *SMALL, tmp_path=tmp_path)
+    assert report["layer_by_layer"] is expected
+    code, report = report_of(checkpoint("qwen3"), "--dtype", "float64", *SMALL, WHOLE, tmp_path=tmp_path)
+    assert (code, report["layer_by_layer"]) == (0, False)
+
+
+# The batch.
+
+
+@pytest.mark.parametrize("rows", [7, 10, 12, 25])
+def test_the_batch_is_ragged(rows):
+    batch = ragged_batch(torch.arange(5, 500), Sizes(rows, 20, 6), seed=rows)
+    plan, prompts, responses = batch.plan, batch.rows.prompt_lens, batch.rows.response_lens
+    sizes = sorted(plan.group_index.bincount().tolist())
+    assert sum(sizes) == batch.rows.num_rows == rows
+    assert sizes[0] == 1
+    assert all(size >= 3 for size in sizes[1:])
+    assert len(sizes) >= 3
+    assert {1, 20} <= set(prompts.tolist())
+    assert {0, 1, 6} <= set(responses.tolist())
+    assert (int(batch.rows.tokens.min()), int(batch.rows.tokens.max())) >= (5, 0)
+    assert plan.group_index.tolist() != sorted(plan.group_index.tolist()), "groups are not adjacent"
+
+
+def test_the_one_token_group_is_a_group():
+    batch = ragged_batch(torch.arange(5, 500), Sizes())
+    one = [int(g) for g, n in zip(batch.plan.group_index, batch.rows.prompt_lens, strict=True) if n == 1]
+    assert len(one) == 3
+    assert len(set(one)) == 1
+
+
+def test_placeholders_are_not_text():
+    ids = text_tokens(tiny_models.config_of("qwen3_5"))
+    assert ids.tolist() == list(range(1, 57)), "0 is padding, 57 to 60 stand for images"
+
+
+def test_seeds_change_the_batch():
+    first, again, other = (ragged_batch(torch.arange(60), Sizes(), seed).rows.tokens for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert first.shape != other.shape or not torch.equal(first, other)
+
+
+def test_the_outcome_of_a_model_has_every_parameter(checkpoint):
+    model = tiny_models.build("qwen3_moe")
+    batch = ragged_batch(torch.arange(1, 61), Sizes(prompt=9, response=5))
+    plain = plain_outcome(model, batch)
+    with Sharing().on(model):
+        shared = shared_outcome(model, batch)
+    assert plain.gradients.keys() == shared.gradients.keys() == dict(model.named_parameters()).keys()
+    assert "forward" not in vars(model), "nothing of the seam is left"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# Mistakes.
+
+
+def gpt2(folder):
+    AutoConfig.for_model("gpt2", n_layer=1, n_head=1, n_embd=8, vocab_size=9).save_pretrained(folder)
+
+
+def config_alone(folder):
+    tiny_models.config_of("qwen3").save_pretrained(folder)
+
+
+def no_config(folder):
+    (folder / "model.safetensors").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (gpt2, (), "model_type: expected one of .*'gpt2'"),
+        (no_config, (), "model: expected a checkpoint folder with a config.json"),
+        (config_alone, (WHOLE,), "model: .*no file named model.safetensors"),
+        (config_alone, (LAYERS,), "model: expected model.safetensors .* got neither"),
+        (config_alone, ("--rows", 6), "rows: expected at least 7"),
+        (config_alone, ("--prompt", 1), "prompt, response: expected at least 2 and 1"),
+        (config_alone, ("--attn-implementation", "flash_attention_3"), "attn_implementation=flash_attention_3"),
+        (config_alone, ("--attn-implementation", "fast"), "attn_implementation: expected one of .*'fast'"),
+        (config_alone, ("--device", "tpu"), "device: expected cpu, or cuda .*'tpu'"),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else "",
+)
+def test_a_mistake_is_one_line(tmp_path, make, arguments, message):
+    make(tmp_path)
+    result = command("--model", tmp_path, *arguments)
+    assert result.exit_code == 2, result.output
+    assert re.search(message, result.output, re.IGNORECASE), result.output
+    assert len(result.output.strip().splitlines()) == 1
+    assert result.output.startswith("zorro-verl verify: ")
+
+
+def test_a_missing_folder_is_one_line(tmp_path):
+    result = command("--model", tmp_path / "nothing")
+    assert result.exit_code == 2
+    assert result.output == (
+        f"zorro-verl verify: model: expected a checkpoint folder with a config.json, got '{tmp_path}/nothing'\n"
+    )
