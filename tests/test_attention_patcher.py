@@ -464,7 +464,7 @@ def test_masks_of_a_layer_with_a_window(config, settings, kind):
     expected = []
     for row in rows:
         inputs = case.inputs(torch.cat(row)[None], torch.arange(len(row[0]) + len(row[1]))[None])
-        own_mask = create_sliding_window_causal_mask(case.model.config, inputs[0], None, None)
+        own_mask = create_sliding_window_causal_mask(case.model.config, inputs[0], None, past_key_values=None)
         expected.append(case.plain(*inputs, own_mask)[0][0])
     patched(case.layer, **settings)
     handed = {"none": None, "flat": BATCH["attention_mask"]}.get(kind, windowed(MASK, 4))
@@ -487,7 +487,7 @@ def test_masks_are_as_transformers_makes_them():
     config = Case(**mistral_window(4)).model.config
     hidden = torch.zeros(*MASK.shape, 32)
     for expected, make in ((causal(MASK), create_causal_mask), (windowed(MASK, 4), create_sliding_window_causal_mask)):
-        made = make(config, hidden, MASK, None)
+        made = make(config, hidden, MASK, past_key_values=None)
         assert torch.equal(made & MASK[:, None, :, None], expected)
 
 

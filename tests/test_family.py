@@ -20,7 +20,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from zorro_verl.families import SUPPORTED_MODEL_TYPES, check_supported, check_training
 from zorro_verl.linear_attention import LinearPlan
 from zorro_verl.mixers import linear_layers, shared_mixer_of
-from zorro_verl.models import SharedPrompt, install, seam_of, uninstall
+from zorro_verl.models import SharedPrompt, install, position_axes, seam_of, uninstall
 from zorro_verl.packing import build_plan
 
 EXACT = 1e-11  # in float64 throughout
@@ -404,6 +404,13 @@ def test_positions_with_axes_are_gathered(name, axes):
     flat = per_row(plain, ROWS)
     far = max((a - b).abs().max() for a, b in zip(flat[0], expected[0], strict=True) if len(a))
     assert far > 1e-3, "positions make a difference"
+
+
+def test_axes_are_for_multi_modal_rotary_embeddings():
+    """Whose sections may be the default, of which the config says nothing."""
+    for name in NAMES:
+        assert position_axes(plain_model(name)) == ((3, 4) if "qwen3_5" in name else ()), name
+    assert position_axes(tiny_models.build("qwen3_5_text", rope_parameters=None, head_dim=256)) == (3, 4)
 
 
 @pytest.mark.parametrize("axis", range(4))

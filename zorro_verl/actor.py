@@ -32,10 +32,10 @@ from zorro_verl.grouping import Rows
 from zorro_verl.media import Media, Vision
 from zorro_verl.metrics import ShareCounts, skipped_step_metric
 from zorro_verl.micro_batches import MicroBatches, token_budget
-from zorro_verl.models import SharedPrompt, install
+from zorro_verl.models import SharedPrompt, install, position_axes
 from zorro_verl.options import CONFIG_KEY, ZorroOptions
 from zorro_verl.packing import Plan, build_plan
-from zorro_verl.verl_rows import check_batch, position_axes, rows_from_verl
+from zorro_verl.verl_rows import check_batch, rows_from_verl
 
 logger = logging.getLogger(__name__)
 
@@ -158,9 +158,9 @@ class DeduplicatedActor(DataProtoActor, FSDPEngineWithLMHead):
         failure, indices = None, []
         try:
             _refuse_flags(data)
-            config = self.module.config
-            rows, media = rows_from_verl(data, Vision.of(config))
-            check_batch(data, rows, self.module.get_input_embeddings().num_embeddings, position_axes(config))
+            module = self.module
+            rows, media = rows_from_verl(data, Vision.of(module.config))
+            check_batch(data, rows, module.get_input_embeddings().num_embeddings, position_axes(module))
             media.check(rows)
             if self.get_data_parallel_size() > 1 and len(media.kinds) > 1:
                 raise ValueError(

@@ -357,6 +357,14 @@ def check_attention_layer(layer: nn.Module) -> None:
     check_supported(layer.config)
 
 
+def position_axes(model: nn.Module) -> tuple[int, ...]:
+    """How many axes ``position_ids`` may have beside none: for time, height and width, or these below one of the text.
+
+    Only a multi-modal rotary embedding reads them.
+    """
+    return (3, 4) if any(hasattr(module, "mrope_section") for module in model.modules()) else ()
+
+
 def name_of(forward: Any) -> str:
     """A forward in an error message."""
     return getattr(forward, "__qualname__", type(forward).__name__)

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PreTrainedModel
 from verl.utils import tensordict_utils as tu
 
 from zorro_verl.grouping import Rows, exclusive_cumsum, ranges
 from zorro_verl.log_probs import check_temperature
 from zorro_verl.media import Vision
-from zorro_verl.verl_rows import MEDIA, check_axes, check_tokens, media_of, position_axes
+from zorro_verl.models import position_axes
+from zorro_verl.verl_rows import MEDIA, check_axes, check_tokens, media_of
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 LOSS_INPUTS = ("old_log_probs", "advantages")
@@ -26,9 +27,7 @@ class PaddedBatch:
 
     Args:
         batch: a mapping of tensors, a TensorDict or a verl ``DataProto``. None is as good as absent.
-        device: where the model is.
-        vocabulary: token ids that the model has.
-        config: the model's.
+        model: what will read it.
         required: keys that this call needs beside `INPUTS`.
 
     Attributes:
@@ -47,9 +46,7 @@ class PaddedBatch:
     def __init__(
         self,
         batch: Any,
-        device: torch.device,
-        vocabulary: int,
-        config: PretrainedConfig,
+        model: PreTrainedModel,
         required: tuple[str, ...] = (),
     ):
         fields = _fields(batch)
@@ -66,11 +63,12 @@ class PaddedBatch:
         if responses.is_nested or responses.dim() != 2 or responses.shape[0] != num_rows:
             raise ValueError(f"responses: expected padded (B, R), got {tuple(responses.shape)}")
         self.width = responses.shape[1]
+        device = next(model.parameters()).device
         ids, mask, positions = (self.tensors[name].to(device) for name in INPUTS[:3])
-        self.media = media = media_of(fields.get(MEDIA), num_rows, Vision.of(config))
+        self.media = media = media_of(fields.get(MEDIA), num_rows, Vision.of(model.config))
         self.rows = rows = Rows.from_padded(ids, mask, positions, self.width, media.present)
-        check_tokens(rows, vocabulary)
-        check_axes(rows, position_axes(config))
+        check_tokens(rows, model.get_input_embeddings().num_embeddings)
+        check_axes(rows, position_axes(model))
         media.check(rows)
         self.valid = mask[:, -self.width :].bool()
         if bool((self.valid & (ids[:, -self.width :] != responses.to(device))).any()):

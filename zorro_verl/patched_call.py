@@ -30,8 +30,7 @@ class PatchedCall:
         response_length: see `build_padded_plan`.
         cache_by_default: what ``use_cache=None`` means to the plain model. It matters where positions start anew in
             mid-row and there is no mask: without a cache transformers takes that for several sequences.
-        rotary_axes: whether ``position_ids`` may be ``(3, B, S)``, one for each axis of a multi-modal rotary embedding,
-            or ``(4, B, S)`` with the text's own before them.
+        axes: how many axes ``position_ids`` may have, ``(A, B, S)``, see `zorro_verl.models.position_axes`.
 
     Attributes:
         inputs: arguments for the stock forward: of the packed row, or as they came when ``plan`` is None.
@@ -55,7 +54,7 @@ class PatchedCall:
         arguments: Mapping[str, Any],
         response_length: int | None,
         cache_by_default: bool,
-        rotary_axes: bool = False,
+        axes: tuple[int, ...] = (),
     ):
         given = {name: value for name, value in arguments.items() if value is not None}
         self.temperature = given.pop("temperature", None)
@@ -84,7 +83,7 @@ class PatchedCall:
             self.num_tokens = 0
             return
         packed = mask is None and positions is not None and not given.get("use_cache", cache_by_default)
-        positions = _positions(positions, valid, rotary_axes)
+        positions = _positions(positions, valid, axes)
         sequence = _sequences(positions) if packed else None
         ids = values.long() if name == "input_ids" else value_ids_where(valid, values)
         where = positions if positions.dim() == 2 else value_ids_where(valid, positions.movedim(0, -1))
@@ -133,21 +132,21 @@ def _valid(attention_mask: Tensor | None, values: Tensor) -> Tensor:
     return (attention_mask.to(values.device) != 0).expand(shape)
 
 
-def _positions(position_ids: Tensor | None, valid: Tensor, rotary_axes: bool) -> Tensor:
+def _positions(position_ids: Tensor | None, valid: Tensor, axes: tuple[int, ...]) -> Tensor:
     """``(B, S)`` or ``(A, B, S)`` int64, as they came; by default columns counted from each row's first token, so that
     padding carries no meaning.
     """
     if position_ids is None:
         return torch.arange(valid.shape[1], device=valid.device) - valid.int().argmax(1, keepdim=True)
     wrong = not isinstance(position_ids, Tensor) or position_ids.is_floating_point()
-    axes = () if wrong else position_ids.shape[:-2]
-    allowed = ((), (3,), (4,)) if rotary_axes else ((),)
-    if wrong or axes not in allowed or position_ids.shape[-2:] not in (valid.shape, (1, valid.shape[1])):
-        more = ", (3, B, S) or (4, B, S)" if rotary_axes else ""
+    own = () if wrong else position_ids.shape[:-2]
+    allowed = [(), *((count,) for count in axes)]
+    if wrong or own not in allowed or position_ids.shape[-2:] not in (valid.shape, (1, valid.shape[1])):
+        more = "".join(f" or ({count}, B, S)" for count in axes)
         raise ValueError(
             f"position_ids: expected (B, S) = {tuple(valid.shape)}{more} integers, got {_short(position_ids)}"
         )
-    return position_ids.to(valid.device).long().expand(axes + valid.shape)
+    return position_ids.to(valid.device).long().expand(own + valid.shape)
 
 
 def _sequences(positions: Tensor) -> Tensor | None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from zorro_verl.families import text_config
 from zorro_verl.log_probs import check_temperature
 from zorro_verl.metrics import call_stats
-from zorro_verl.models import SeamForward, kernels_for, name_of, seam_of
+from zorro_verl.models import SeamForward, kernels_for, name_of, position_axes, seam_of
 from zorro_verl.padded_plan import check_response_length
 from zorro_verl.patched_call import UNSHARED_REASONS, PatchedCall
 from zorro_verl.reconstruct import gather_rows
@@ -69,7 +69,7 @@ class PatchedForward(SeamForward):
         self.retired = False
         self.own_generate: Any = None
         self.router_hook: Any = None
-        self.rotary_axes = any(hasattr(module, "mrope_section") for module in model.modules())
+        self.axes = position_axes(model)
 
     def attach(self) -> None:
         """As the seam's; and ``generate``, too."""
@@ -175,7 +175,7 @@ class PatchedForward(SeamForward):
             arguments.setdefault("output_attentions", True)
         router_logits = arguments.pop("output_router_logits", None) if has_router(model) else None
         caches = config.use_cache and not runs_again
-        call = PatchedCall(arguments, self.response_length, caches, self.rotary_axes)
+        call = PatchedCall(arguments, self.response_length, caches, self.axes)
         given = self.temperature if call.temperature is None else call.temperature
         call.temperature = check_temperature(given, call.num_rows, zero=False)
         if call.return_dict is None:

@@ -220,9 +220,7 @@ class Standalone:
         return float(total), {name: float(value) for name, value in reduce_metrics(metrics).items()}
 
     def _read(self, batch: Any, required: tuple[str, ...] = ()) -> PaddedBatch:
-        device = next(self.module.parameters()).device
-        vocabulary = self.module.get_input_embeddings().num_embeddings
-        return PaddedBatch(batch, device, vocabulary, self.module.config, required)
+        return PaddedBatch(batch, self.module, required)
 
     def _count_whole(self, read: PaddedBatch) -> None:
         self._stats = MicroBatches(read.rows, read.media).counts([range(read.rows.num_rows)]).summary()

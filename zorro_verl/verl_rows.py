@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict
@@ -96,15 +95,9 @@ def check_tokens(rows: Rows, vocabulary: int) -> None:
         raise ValueError(f"input_ids: expected tokens in 0..{vocabulary - 1}, got {low}..{high}")
 
 
-def position_axes(config: Any) -> tuple[int, ...]:
-    """How many axes positions may have beside none: rows of time, height and width, or these below one of the text."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    return (3, 4) if "mrope_section" in rope else ()
-
-
 def check_axes(rows: Rows, axes: tuple[int, ...]) -> None:
-    """Raise a ValueError for positions with more axes than the model's rotary embedding takes, see `position_axes`."""
+    """Raise a ValueError for positions with axes that the model does not take."""
     shape = rows.position_ids.shape[:-1]
     if shape and shape[0] not in axes:
-        more = f"or with {' or '.join(map(str, axes))} axes, " if axes else "for a model without mrope_section, "
-        raise ValueError(f"position_ids: expected one position for each token, {more}got {shape[0]} axes")
+        allowed = f"or {' or '.join(map(str, axes))} axes" if axes else "as the model has no mrope_section"
+        raise ValueError(f"position_ids: expected one for each token, {allowed}, got {shape[0]} axes")
