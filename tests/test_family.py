@@ -17,7 +17,7 @@ from tiny import batch_b0, flat_rows, gradients, per_row, shuffled, tokens, wors
 from transformers import AutoConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from zorro_verl.families import SUPPORTED_MODEL_TYPES, check_supported, check_training
+from zorro_verl.families import HYBRID_TYPES, SUPPORTED_MODEL_TYPES, check_supported, check_training
 from zorro_verl.linear_attention import LinearPlan
 from zorro_verl.mixers import linear_layers, shared_mixer_of
 from zorro_verl.models import SharedPrompt, install, position_axes, seam_of, uninstall
@@ -26,9 +26,15 @@ from zorro_verl.packing import build_plan
 EXACT = 1e-11  # in float64 throughout
 FLOAT32 = 2e-5
 NAMES = tuple(tiny_models.MODELS)
-WINDOWED = ("mistral", "ministral", "gemma3_text", "olmo3", "starcoder2")
-MOE = tuple(name for name in NAMES if "moe" in name or name in ("mixtral", "qwen3_next"))
-HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
+TEXT = {name: tiny_models.config_of(name).get_text_config() for name in NAMES}
+HYBRID = HYBRID_TYPES
+MOE = tuple(name for name in NAMES if hasattr(TEXT[name], "num_experts_per_tok"))
+WINDOWED = tuple(
+    name
+    for name in NAMES
+    if getattr(TEXT[name], "sliding_window", None)
+    and "sliding_attention" in (getattr(TEXT[name], "layer_types", None) or ["sliding_attention"])
+)
 ROWS = shuffled(batch_b0(), 0)
 KINDS = {"non-reentrant": False, "reentrant": True}
 
@@ -80,8 +86,9 @@ def test_the_models_are_those_that_are_supported():
     for name in NAMES:
         assert plain_model(name).config.model_type == name
     for name in HYBRID:
-        kinds = plain_model(name).config.get_text_config().layer_types
-        assert {"linear_attention", "full_attention"} <= set(kinds)
+        assert {"linear_attention", "full_attention"} <= set(TEXT[name].layer_types)
+    assert {"mistral", "gemma3_text", "starcoder2"} <= set(WINDOWED)
+    assert {"mixtral", "qwen3_next", "qwen3_5_moe"} <= set(MOE)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,7 +119,7 @@ def test_in_float32_with_the_default_experts(name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [*HYBRID, "qwen3_moe", "mixtral", "gemma3_text", "smollm3"])
+@pytest.mark.parametrize("name", NAMES)
 def test_gradient_checkpointing(name, kind):
     model = installed(plain_model(name, torch.float32))
     model.train()
@@ -479,13 +486,14 @@ def test_under_the_forwards_that_verl_puts_on_the_classes():
         ("gemma2", "softcap"),
         ("granite", "scaled after the head"),
         ("cohere", "scaled after the head"),
-        ("mamba", None),
+        ("gemma3", "gemma3_text"),
+        ("mamba", "not been tested"),
     ],
 )
 def test_types_that_are_not_supported_say_why(model_type, reason):
-    with pytest.raises(ValueError, match=f"model_type: expected one of.*'{model_type}'.*strategy=fsdp2") as error:
+    with pytest.raises(ValueError, match=f"model_type: expected.*'{model_type}'.*strategy=fsdp2.*qwen3") as error:
         check_supported(AutoConfig.for_model(model_type))
-    assert reason is None or reason in str(error.value)
+    assert reason in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -509,7 +517,7 @@ def test_features_that_are_not_supported_are_named(name, config, message):
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        *((name, "attention_dropout") for name in NAMES),
+        *((name, "attention_dropout") for name in NAMES if hasattr(TEXT[name], "attention_dropout")),
         ("phi3", "resid_pdrop"),
         ("phi3", "embd_pdrop"),
         ("seed_oss", "residual_dropout"),

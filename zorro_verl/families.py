@@ -42,6 +42,7 @@ _WHY_NOT: Mapping[str, str] = MappingProxyType(
         "granite": "its logits are scaled after the head",
         "cohere": "its logits are scaled after the head",
         "cohere2": "its logits are scaled after the head",
+        "gemma3": "only its text models are, gemma3_text",
     }
 )
 # A dropout draws one mask per row in the plain model, and a jitter one per token; a shared prompt would have one.
@@ -87,10 +88,10 @@ def check_supported(config: PretrainedConfig) -> None:
     text = text_config(config)
     check_causal(text)
     if config.model_type not in SUPPORTED_MODEL_TYPES:
-        reason = _WHY_NOT.get(config.model_type)
+        reason = _WHY_NOT.get(config.model_type, "it has not been tested")
         raise ValueError(
-            f"model_type: expected one of {SUPPORTED_MODEL_TYPES}, got {config.model_type!r}"
-            f"{f' ({reason})' if reason else ''}; {_PLAIN_MODEL}"
+            f"model_type: expected a supported one, got {config.model_type!r} ({reason}); {_PLAIN_MODEL}. Supported: "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)}"
         )
     for rope_type in _rope_types(getattr(text, "rope_parameters", None) or {}):
         if rope_type in ("dynamic", "longrope"):
