@@ -90,7 +90,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4": {},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "starcoder2": {"sliding_window": WINDOW},
-    "qwen2_moe": SHARED_EXPERT | {"num_hidden_layers": 3, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+    "qwen2_moe": SHARED_EXPERT
+    | {"num_hidden_layers": 3, "decoder_sparse_step": 1, "mlp_only_layers": [1]}
+    | {"use_sliding_window": True, "sliding_window": WINDOW}
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "qwen3_moe": EXPERTS | {"num_hidden_layers": 3, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},

@@ -167,6 +167,62 @@ def test_windows_around_the_longest_row(window):
     assert worst_gradient(gradients(plain), gradients(model)) <= EXACT
 
 
+SWITCHED_ON = {
+    "qwen2": {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+    "qwen3": {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": {"use_sliding_window": True},
+    "mixtral": {},
+    "phi3": {},
+    "smollm3": {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("name", SWITCHED_ON)
+def test_windows_that_are_off_by_default(name):
+    off = plain_model(name)
+    plain = tiny_models.build(name, sliding_window=4, **SWITCHED_ON[name])
+    plain.load_state_dict(off.state_dict())
+    model = installed(plain)
+    with Float64():
+        expected, got = per_row(plain, ROWS), shared_call(model, ROWS)
+        for values in (expected, got):
+            loss_of(*values).backward()
+    assert_rows(expected, got, EXACT)
+    assert worst_gradient(gradients(plain), gradients(model)) <= EXACT
+    far = [(a - b).abs().max() for a, b in zip(expected[0], oracle(name)[0][0], strict=True) if len(a)]
+    assert max(far) > 0.1, "the config does make a window"
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen2_moe", "olmo3", "ministral"])
+def test_a_window_that_changes_after_the_layers_were_built_is_refused(name):
+    """The plain model makes its masks from the config in every call, and flash attention takes the layer's window."""
+    model = installed(plain_model(name))
+    model.config.sliding_window = 3
+    with pytest.raises(ValueError, match="sliding_window: expected 6 in the config, as in its layer 0, got 3"):
+        shared_call(model, ROWS)
+
+
+@pytest.mark.parametrize("name", ["mistral", "starcoder2"])
+def test_a_window_that_layers_read_from_the_config_may_change(name):
+    model, plain = installed(plain_model(name)), copy.deepcopy(plain_model(name))
+    for subject in (model, plain):
+        subject.config.sliding_window = 3
+    with torch.no_grad(), Float64():
+        assert_rows(per_row(plain, ROWS), shared_call(model, ROWS), EXACT)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("olmoe", {"sliding_window": 5}),
+        ("smollm3", {"use_sliding_window": False, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2}),
+    ],
+)
+def test_a_window_of_which_layer_and_mask_do_not_agree_is_refused(name, config):
+    with pytest.raises(ValueError, match="sliding_window: expected .* in the config"):
+        shared_call(installed(tiny_models.build(name, **config)), ROWS)
+
+
 # Linear attention.
 
 
@@ -374,7 +430,46 @@ def test_a_layer_that_fails_leaves_no_plan_behind():
     assert not shared_mixer_of(mixer).calls
 
 
+@pytest.mark.parametrize("kernel", ["causal_conv1d_fn", "chunk_gated_delta_rule"])
+def test_a_kernel_that_is_put_on_an_installed_mixer_is_refused(kernel):
+    """It would run over the packed row as if that were one sequence."""
+    model = installed(plain_model("qwen3_next"))
+    mixers = [mixer for _, mixer in linear_layers(model)]
+    stock = {name: getattr(shared_mixer_of(mixers[0]), name) for name in ("stock_conv", "stock_rule")}
+    setattr(mixers[0], kernel, torch_chunk_gated_delta_rule)
+    with pytest.raises(ValueError, match="kernels that follow the plan"):
+        shared_call(model, ROWS)
+    uninstall(model)
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer, _ in linear_layers(model))
+    other = {"causal_conv1d_fn": "stock_rule", "chunk_gated_delta_rule": "stock_conv"}[kernel]
+    assert getattr(mixers[0], kernel) is torch_chunk_gated_delta_rule
+    kept = {"stock_conv": "causal_conv1d_fn", "stock_rule": "chunk_gated_delta_rule"}[other]
+    assert getattr(mixers[0], kept) is stock[other]
+
+
 # Positions with axes.
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [
+        ("qwen3", None),
+        ("qwen3_5", None),
+        ("qwen3", lambda p: p[:, :1]),
+        ("qwen3_5", lambda p: p[:, :1]),
+        ("qwen3", lambda p: p.expand(3, 1, -1)),
+        ("qwen3_5", lambda p: p.expand(2, 1, -1)),
+        ("qwen3", lambda p: p[0]),
+    ],
+)
+def test_positions_that_are_not_the_packed_rows_are_refused(name, positions):
+    """Without them transformers counts along the packed row, and one would serve all tokens."""
+    rows = flat_rows(ROWS)
+    plan = build_plan(rows)
+    shared = SharedPrompt(plan, rows.tokens[plan.label_index])
+    given = positions and positions(plan.pack(rows.position_ids)[None])
+    with pytest.raises(ValueError, match=rf"position_ids: expected \(1, {plan.num_tokens}\)"):
+        installed(plain_model(name))(input_ids=plan.pack(rows.tokens)[None], position_ids=given, zorro=shared)
 
 
 def axes_of(rows, axes):
@@ -535,6 +630,26 @@ def test_noise_is_refused_in_training_only(name, key):
     check_training(config, training=False)
     with pytest.raises(ValueError, match=rf"{key}.*0\.1.*override_config\.(text_config\.)?{key}=0"):
         check_training(config, training=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("qwen3", "attention_dropout"),
+        ("phi3", "resid_pdrop"),
+        ("seed_oss", "residual_dropout"),
+        ("starcoder2", "embedding_dropout"),
+        ("mixtral", "router_jitter_noise"),
+    ],
+)
+def test_noise_stays_refused_when_only_the_config_forgets_it(name, key):
+    """Layers keep what they were built with."""
+    model = installed(tiny_models.build(name, torch.float32, **{key: 0.2}))
+    setattr(model.config, key, 0.0)
+    shared_call(model, ROWS)
+    model.train()
+    with pytest.raises(ValueError, match=r"model\..*: expected 0 in training, got 0\.2; build the model anew"):
+        shared_call(model, ROWS)
 
 
 @pytest.mark.parametrize("version", ["5.5.2", "5.6.0", "5.11.0", "4.57.1"])

@@ -211,7 +211,7 @@ def test_rows_that_stay_alone_are_groups_of_their_own():
 
 
 def hashes(rows):
-    media = Media([m for _, _, m in rows], Vision({"image": IMAGE, "video": VIDEO}, PATCHES_PER_FEATURE))
+    media = Media([m for _, _, m in rows], Vision({"image": IMAGE, "video": VIDEO}, 2, PATCH))
     return media.fingerprints(flat_rows([(p, r) for p, r, _ in rows])).tolist()
 
 
@@ -252,7 +252,27 @@ def changed(**change):
     ("change", "message"),
     [
         (changed(pixel_values=None), "pixel_values and image_grid_thw together.*row 1"),
-        (changed(image_grid_thw=torch.tensor([[1, 4, 2]])), r"pixel_values: expected \(8, patch size\) in row 1"),
+        (
+            changed(image_grid_thw=torch.tensor([[1, 4, 2]])),
+            r"pixel_values: expected \(8, 96\) floats in row 1.*got \(16",
+        ),
+        (
+            changed(image_grid_thw=torch.tensor([[1, 1, 16]])),
+            r"image_grid_thw: .*multiples of 2, got \[\[1, 1, 16\]\] in row 1",
+        ),
+        (changed(image_grid_thw=torch.tensor([[-1, -4, 4]])), "image_grid_thw: .*at least 1"),
+        (changed(image_grid_thw=torch.tensor([[1.0, 4, 4]])), "image_grid_thw: .*integers"),
+        (
+            changed(image_grid_thw=[[1, 4, 4]]),
+            "pixel_values and image_grid_thw as tensors, got Tensor and list in row 1",
+        ),
+        (changed(pixel_values=torch.ones(16, 95)), r"pixel_values: expected \(16, 96\) floats"),
+        (changed(pixel_values=torch.ones(16, 96, dtype=torch.int64)), "pixel_values: expected.*int64"),
+        (changed(**{"0": 1, "x": 2}), "'0', 'x'"),
+        (
+            lambda b: b.update(multi_modal_inputs=3),
+            "multi_modal_inputs: expected an entry for each of 10 rows, got int",
+        ),
         (changed(image_grid_thw=torch.tensor([1, 4, 4])), "image_grid_thw"),
         (changed(input_features=torch.ones(1)), "input_features.*row 1"),
         (changed(**images(torch.Generator(), (1, 2, 4))), "expected 2 placeholder tokens.*row 1.*got 4"),
@@ -266,6 +286,18 @@ def test_bad_media_are_named(folder, change, message):
     change(batch)
     with pytest.raises(ValueError, match=message):
         make_actor(folder).forward(batch)
+
+
+def test_a_row_that_brings_no_image_is_a_row_of_text(folder):
+    batch, actor = batch_of(mixed_rows()), make_actor(folder)
+    plain = actor.forward(batch).logprobs
+    before = dict(actor.stats)
+    for row, media in enumerate(batch["multi_modal_inputs"]):
+        if not media:
+            nothing = {"pixel_values": torch.zeros(0, PATCH), "image_grid_thw": torch.zeros(0, 3, dtype=torch.int64)}
+            batch["multi_modal_inputs"][row] = nothing
+    assert torch.equal(actor.forward(batch).logprobs, plain)
+    assert dict(actor.stats) == before
 
 
 def test_a_placeholder_by_chance_is_a_token_where_no_row_has_media(folder):

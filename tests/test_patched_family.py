@@ -176,6 +176,28 @@ def test_checkpointing_with_two_forwards_and_a_backward_after_the_block(name, re
     assert state_of(model) == before
 
 
+def test_a_backward_that_fails_after_the_block_is_cleaned_up_by_the_next():
+    model, plain = pair("qwen3_next", torch.float32)
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    before = state_of(model)
+    with Qwen3ModelPatcher(model):
+        losses = [loss_of(call(model, ROWS)) for _ in range(2)]
+
+    def fail(gradient):
+        raise RuntimeError("out of memory")
+
+    failing = model.model.embed_tokens.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        losses[0].backward()
+    failing.remove()
+    model.zero_grad()
+    losses[1].backward()
+    loss_of(row_logits(plain, ROWS)).backward()
+    assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT32
+    assert state_of(model) == before
+
+
 def test_shared_and_cached_calls_in_two_threads():
     model, _ = pair("qwen3_next", torch.float32)
     patched(model)

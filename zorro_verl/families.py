@@ -33,6 +33,10 @@ MOE_TYPES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 HYBRID_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 SUPPORTED_MODEL_TYPES = DENSE_TYPES + MOE_TYPES + HYBRID_TYPES
 
+# Which layers get a mask with the config's sliding window: those that `layer_types` calls so, or all of them.
+_WINDOW_BY_LAYER = frozenset(("qwen2", "qwen3", "qwen2_moe", "ministral", "gemma3_text", "olmo3", "smollm3"))
+_WINDOW_EVERYWHERE = frozenset(("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe"))
+
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 
 _WHY_NOT: Mapping[str, str] = MappingProxyType(
@@ -105,6 +109,17 @@ def check_supported(config: PretrainedConfig) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(text, name, None) is not None:
             raise ValueError(f"{name}: expected None, got {getattr(text, name)}; {_PLAIN_MODEL}")
+
+
+def window_of(config: PretrainedConfig, layer: int) -> int | None:
+    """Tokens of its row, itself included, that a token sees in a layer; None for all.
+
+    Args:
+        config: of a text model of a supported type.
+        layer: its index.
+    """
+    by_layer = config.model_type in _WINDOW_BY_LAYER and config.layer_types[layer] == "sliding_attention"
+    return (config.sliding_window or None) if by_layer or config.model_type in _WINDOW_EVERYWHERE else None
 
 
 def _rope_types(rope: Mapping[str, Any]) -> Iterable[str]:

@@ -26,11 +26,18 @@ class Vision(NamedTuple):
 
     Attributes:
         placeholders: the token id that stands for one feature, by kind.
-        patches: patches that make one feature.
+        merge: patches of a feature along each side: height and width of a grid are multiples of it.
+        patch_size: numbers in a patch.
     """
 
     placeholders: Mapping[str, int]
-    patches: int
+    merge: int
+    patch_size: int
+
+    @property
+    def patches(self) -> int:
+        """Patches that make one feature."""
+        return self.merge**2
 
     @classmethod
     def of(cls, config: Any) -> Vision | None:
@@ -39,7 +46,8 @@ class Vision(NamedTuple):
         if vision is None:
             return None
         tokens = {kind: getattr(config, f"{kind}_token_id") for kind in INPUTS}
-        return cls(tokens, vision.spatial_merge_size**2)
+        size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return cls(tokens, vision.spatial_merge_size, size)
 
 
 class Media:
@@ -60,12 +68,37 @@ class Media:
     def __init__(self, rows: Sequence[Mapping[str, Any] | None], vision: Vision | None):
         self._vision = vision
         self.rows = [_known(row, item) for row, item in enumerate(rows)]
+        if vision is not None:
+            self._check_grids(vision)
         self.present = torch.tensor([bool(item) for item in self.rows], dtype=torch.bool)
         if vision is None and bool(self.present.any()):
             raise ValueError(
                 "multi_modal_inputs: expected text-only rows for this model type, got images or other media; "
                 "use a model with a vision tower, or in veRL actor_rollout_ref.actor.strategy=fsdp2"
             )
+
+    def _check_grids(self, vision: Vision) -> None:
+        """What the vision tower would fail on, on this rank alone."""
+        for row, item in enumerate(self.rows):
+            for patches_name, grid_name in INPUTS.values():
+                if patches_name not in item:
+                    continue
+                patches, grid = item[patches_name], item[grid_name]
+                if grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point():
+                    raise ValueError(
+                        f"{grid_name}: expected (images, 3) integers in row {row}, got {tuple(grid.shape)} {grid.dtype}"
+                    )
+                if bool((grid < 1).any()) or bool((grid[:, 1:] % vision.merge).any()):
+                    raise ValueError(
+                        f"{grid_name}: expected frames, height and width of at least 1, height and width as multiples "
+                        f"of {vision.merge}, got {grid.tolist()} in row {row}"
+                    )
+                expected = (int(grid.prod(-1).sum()), vision.patch_size)
+                if tuple(patches.shape) != expected or not patches.is_floating_point():
+                    raise ValueError(
+                        f"{patches_name}: expected {expected} floats in row {row}, as {grid_name} says, "
+                        f"got {tuple(patches.shape)} {patches.dtype}"
+                    )
 
     @property
     def kinds(self) -> list[str]:
@@ -133,7 +166,7 @@ def _known(row: int, item: Mapping[str, Any] | None) -> dict[str, Tensor]:
     if item is not None and not isinstance(item, Mapping):
         raise ValueError(f"multi_modal_inputs: expected a mapping or None for each row, got {type(item).__name__}")
     given = {name: value for name, value in (item or {}).items() if value is not None}
-    unknown = sorted(given.keys() - {*MODEL_INPUTS, *_NOT_FOR_THE_MODEL})
+    unknown = sorted(map(str, given.keys() - {*MODEL_INPUTS, *_NOT_FOR_THE_MODEL}))
     if unknown:
         raise ValueError(
             f"multi_modal_inputs: expected inputs among {MODEL_INPUTS}, got {unknown} in row {row}; in veRL use "
@@ -143,14 +176,9 @@ def _known(row: int, item: Mapping[str, Any] | None) -> dict[str, Tensor]:
     for patches, grid in INPUTS.values():
         if (patches in known) != (grid in known):
             raise ValueError(f"multi_modal_inputs: expected {patches} and {grid} together, got one in row {row}")
-        if patches in known:
-            _check_grid(row, patches, known[patches], grid, known[grid])
+        if patches in known and not all(isinstance(known[name], Tensor) for name in (patches, grid)):
+            kinds = " and ".join(type(known[name]).__name__ for name in (patches, grid))
+            raise ValueError(f"multi_modal_inputs: expected {patches} and {grid} as tensors, got {kinds} in row {row}")
+        if patches in known and not known[patches].numel() and not known[grid].numel():
+            del known[patches], known[grid]  # a row without an image
     return known
-
-
-def _check_grid(row: int, patches_name: str, patches: Tensor, grid_name: str, grid: Tensor) -> None:
-    if grid.dim() != 2 or grid.shape[1] != 3:
-        raise ValueError(f"{grid_name}: expected (images, 3) in row {row}, got {tuple(grid.shape)}")
-    filled = int(grid.prod(-1).sum())
-    if patches.dim() != 2 or patches.shape[0] != filled:
-        raise ValueError(f"{patches_name}: expected ({filled}, patch size) in row {row}, got {tuple(patches.shape)}")

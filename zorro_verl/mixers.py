@@ -49,15 +49,25 @@ class SharedMixer:
         )
 
     def detach(self) -> None:
-        """Leave mixer and layer as they were."""
-        self.mixer.causal_conv1d_fn, self.mixer.chunk_gated_delta_rule = self.stock_conv, self.stock_rule
+        """Leave mixer and layer as they were, but for kernels that others have put there."""
+        if self.mixer.causal_conv1d_fn == self.conv:
+            self.mixer.causal_conv1d_fn = self.stock_conv
+        if self.mixer.chunk_gated_delta_rule == self.rule:
+            self.mixer.chunk_gated_delta_rule = self.stock_rule
         for hook in self.hooks:
             hook.remove()
 
     def enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before the decoder layer runs."""
-        if kwargs.get("zorro") is not None:
-            self.calls[get_ident()] = kwargs["zorro"]
+        if kwargs.get("zorro") is None:
+            return
+        mixer = self.mixer
+        if mixer.causal_conv1d_fn != self.conv or mixer.chunk_gated_delta_rule != self.rule:
+            raise ValueError(
+                f"{type(mixer).__name__}: expected the kernels that follow the plan, got others that were put on it "
+                "since; set kernels first, then install or patch"
+            )
+        self.calls[get_ident()] = kwargs["zorro"]
 
     def leave(self, layer: nn.Module, args: tuple, output: Any) -> None:
         """After it has, or has failed."""
@@ -137,5 +147,5 @@ def detach_mixers(model: nn.Module) -> None:
 
 def shared_mixer_of(mixer: nn.Module) -> SharedMixer | None:
     """What follows the plan on a mixer, if something does."""
-    owner = getattr(mixer.chunk_gated_delta_rule, "__self__", None)
-    return owner if isinstance(owner, SharedMixer) else None
+    owners = (getattr(kernel, "__self__", None) for kernel in (mixer.chunk_gated_delta_rule, mixer.causal_conv1d_fn))
+    return next((owner for owner in owners if isinstance(owner, SharedMixer)), None)

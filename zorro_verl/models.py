@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from zorro_verl.attention import plan_attention
 from zorro_verl.attention_kernels import resolve_kernels
-from zorro_verl.families import check_causal, check_supported, check_training, text_config
+from zorro_verl.families import check_causal, check_supported, check_training, text_config, window_of
 from zorro_verl.linear_attention import LINEAR_ATTENTION, LinearPlan
 from zorro_verl.log_probs import LOGITS_OPTIMIZATIONS, log_probs_from_hidden, log_probs_from_logits
 from zorro_verl.media import MODEL_INPUTS, Vision
@@ -29,6 +29,7 @@ from zorro_verl.packing import Plan
 from zorro_verl.varlen import Kernels
 
 ATTENTION_NAME = "zorro"
+_NOISE_OF_LAYERS = ("attention_dropout", "residual_dropout", "embedding_dropout", "jitter_noise")
 
 
 class SharedPrompt:
@@ -89,17 +90,18 @@ class SharedCall:
         key: Tensor,
         value: Tensor,
         scaling: float | None = None,
-        sliding_window: int | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Attention of one layer, called as transformers calls a registered function."""
         for name in _UNKNOWN_TO_KERNELS & others.keys():
-            if others[name] is not None:
+            if others[name]:
                 raise ValueError(f"{name}: expected none, got it from {type(module).__name__}; use the plain model")
+        window = window_of(module.config, module.layer_idx)
+        check_layer_window(module, others.get("sliding_window"), window)
         # Under autocast a normalisation may hand over float32 queries and keys beside bfloat16 values.
         q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = plan_attention(q, k, v, self.plan, scale, self.kernels, self.split, sliding_window)
+        out = plan_attention(q, k, v, self.plan, scale, self.kernels, self.split, window)
         return out[None], None
 
     def linear_plan(self, varlen: bool) -> LinearPlan:
@@ -109,8 +111,22 @@ class SharedCall:
         return self._linear_plan
 
 
-# What some layers of other types hand to their attention, and no kernel here computes.
-_UNKNOWN_TO_KERNELS = frozenset(("softcap", "s_aux"))
+# What some layers hand to their attention, and no kernel here computes.
+_UNKNOWN_TO_KERNELS = frozenset(("softcap", "s_aux", "dropout"))
+
+
+def check_layer_window(layer: nn.Module, handed: int | None, window: int | None) -> None:
+    """Refuse a layer that has another window than the masks of its model, which are made from the config in each call.
+
+    Layers keep the window that they were built with, if they keep one, and most hand it to their attention; which of
+    the two holds in the plain model would depend on its attention.
+    """
+    own = handed if handed is not None else getattr(layer, "sliding_window", window)
+    if (own or None) != window:
+        raise ValueError(
+            f"sliding_window: expected {own} in the config, as in its layer {layer.layer_idx}, got {window}; build the "
+            "model anew with the window, and the layer_types, that it is to have"
+        )
 
 
 def zorro_attention(module, query, key, value, attention_mask, zorro=None, **kwargs):
@@ -158,6 +174,7 @@ class SeamForward:
         self.kernels = kernels
         self.split = split
         self.linear_attention = linear_attention
+        self.axes = position_axes(model)
 
     def attach(self) -> None:
         """Become the model's forward, in place of another seam if there is one."""
@@ -193,9 +210,9 @@ class SeamForward:
             if not isinstance(module, PreTrainedModel) and (_is_led(module) or module.__dict__.get("config") is own):
                 module.config = config
 
-    def leads(self) -> bool:
-        """Whether layers of the model ask for a seam's attention now, this one's or another's."""
-        return any(map(_is_led, self.model.modules()))
+    def layer_config(self) -> LayerConfig | None:
+        """What layers of the model read while a seam leads them, this one or another; None when none does."""
+        return next((module.config for module in self.model.modules() if _is_led(module)), None)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -222,6 +239,11 @@ class SeamForward:
             )
         if input_ids.shape != (1, plan.num_tokens):
             raise ValueError(f"input_ids: expected (1, {plan.num_tokens}) packed tokens, got {tuple(input_ids.shape)}")
+        shape = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else None
+        if shape not in [(1, plan.num_tokens), *((axes, 1, plan.num_tokens) for axes in self.axes)]:
+            raise ValueError(
+                f"position_ids: expected (1, {plan.num_tokens}), the rows' own packed by the plan, got {shape}"
+            )
         hidden = model.model(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -240,6 +262,7 @@ class SeamForward:
         """What every layer of a call gets, after the checks that need the call."""
         check_causal(text_config(self.model.config))
         check_training(self.model.config, self.model.training)
+        check_noise(self.model)
         return SharedCall(plan, self.kernels, self.split, self.linear_attention)
 
 
@@ -355,6 +378,21 @@ def check_attention_layer(layer: nn.Module) -> None:
             f"got {type(layer).__name__}"
         )
     check_supported(layer.config)
+
+
+def check_noise(model: nn.Module) -> None:
+    """Refuse noise that layers were built with, whatever the config says by now; dropout of adapters is allowed."""
+    if not model.training:
+        return
+    for name, module in model.named_modules():
+        amounts = {key: getattr(module, key, 0.0) for key in _NOISE_OF_LAYERS}
+        if isinstance(module, nn.Dropout) and "lora" not in name:
+            amounts["p"] = module.p
+        for key, amount in amounts.items():
+            if isinstance(amount, float) and amount > 0:
+                raise ValueError(
+                    f"{name}.{key}: expected 0 in training, got {amount}; build the model anew with its config at 0"
+                )
 
 
 def position_axes(model: nn.Module) -> tuple[int, ...]:

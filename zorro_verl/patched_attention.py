@@ -12,14 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zorro_verl.families import check_causal, check_training, window_of
 from zorro_verl.interleaved import as_lists, first_of_rows, partition, prompt_pairs
-from zorro_verl.models import (
-    SharedCall,
-    check_causal,
-    check_training,
-    led_config,
-    name_of,
-)
+from zorro_verl.models import SharedCall, check_noise, led_config, name_of
 from zorro_verl.padded_plan import build_padded_plan, check_response_length
 from zorro_verl.patched_forward import PatchCounts
 from zorro_verl.prefixes import value_ids_where
@@ -100,6 +95,7 @@ class PatchedAttention:
             return stock(layer, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         check_causal(layer.config)
         check_training(layer.config, layer.training)
+        check_noise(layer)
         if hidden_states.dim() != 3:
             raise ValueError(f"hidden_states: expected (B, S, E), got {tuple(hidden_states.shape)}")
         cos, sin = (_per_row(x, hidden_states) for x in position_embeddings)
@@ -118,7 +114,7 @@ class PatchedAttention:
     @torch.compiler.disable  # host arithmetic on what the rows share
     def _plan(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, attention_mask: Tensor | None):
         """What `build_padded_plan` returns."""
-        valid = _valid(attention_mask, hidden_states, _window(self.layer))
+        valid = _valid(attention_mask, hidden_states, window_of(self.layer.config, self.layer.layer_idx))
         positions = torch.zeros(valid.shape, dtype=torch.int64, device=valid.device)
         groups = self._groups(hidden_states, cos, sin, valid)
         ids = value_ids_where(valid, hidden_states, cos, sin) if groups is None else positions
@@ -149,11 +145,6 @@ class PatchedAttention:
                 "leave prompt_groups out to have them found"
             )
         return first
-
-
-def _window(layer: nn.Module) -> int | None:
-    """Tokens of its row that a token sees in this layer; None for all. Mistral's layers leave it in the config."""
-    return getattr(layer, "sliding_window", getattr(layer.config, "sliding_window", None))
 
 
 def _valid(attention_mask: Tensor | None, hidden_states: Tensor, window: int | None) -> Tensor:

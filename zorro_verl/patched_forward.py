@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from zorro_verl.families import text_config
 from zorro_verl.log_probs import check_temperature
 from zorro_verl.metrics import call_stats
-from zorro_verl.models import SeamForward, kernels_for, name_of, position_axes, seam_of
+from zorro_verl.models import LayerConfig, SeamForward, kernels_for, name_of, seam_of
 from zorro_verl.padded_plan import check_response_length
 from zorro_verl.patched_call import UNSHARED_REASONS, PatchedCall
 from zorro_verl.reconstruct import gather_rows
@@ -69,7 +69,7 @@ class PatchedForward(SeamForward):
         self.retired = False
         self.own_generate: Any = None
         self.router_hook: Any = None
-        self.axes = position_axes(model)
+        self.backward_config: LayerConfig | None = None  # what led the layers in a backward after this went
 
     def attach(self) -> None:
         """As the seam's; and ``generate``, too."""
@@ -158,9 +158,15 @@ class PatchedForward(SeamForward):
                 output.register_hook(self._lead_backward)
 
     def _lead_backward(self, grad: Tensor) -> None:
-        if not self.leads():
+        if self.layer_config() is None:
             self.lead_layers()
-            torch.autograd.Variable._execution_engine.queue_callback(self.release_layers)
+            self.backward_config = self.layer_config()
+        if self.layer_config() is self.backward_config:  # a backward that failed has left its own behind
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if self.layer_config() is self.backward_config:  # and not a seam's that came in the meantime
+            self.release_layers()
 
     @torch.compiler.disable  # host arithmetic on what the tokens are: nothing to compile, and new in every batch
     def _read(self, *args: Any, **kwargs: Any) -> PatchedCall | None:

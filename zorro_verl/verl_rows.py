@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict
@@ -49,7 +50,7 @@ def rows_from_verl(data: TensorDict, vision: Vision | None = None) -> tuple[Rows
     return Rows(input_ids.values().long(), positions.long(), cu_seqlens, prompt_lens, media.present), media
 
 
-def media_of(given: Iterable | None, num_rows: int, vision: Vision | None) -> Media:
+def media_of(given: Any, num_rows: int, vision: Vision | None) -> Media:
     """The media of a batch from its ``multi_modal_inputs``, which may be absent.
 
     Raises:
@@ -57,6 +58,8 @@ def media_of(given: Iterable | None, num_rows: int, vision: Vision | None) -> Me
     """
     if given is None:
         return Media([None] * num_rows, vision)
+    if not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:
+        raise ValueError(f"{MEDIA}: expected an entry for each of {num_rows} rows, got {type(given).__name__}")
     items = [item.data if isinstance(item, NonTensorData) else item for item in given]
     if len(items) != num_rows:
         raise ValueError(f"{MEDIA}: expected an entry for each of {num_rows} rows, got {len(items)}")
