@@ -1,6 +1,6 @@
-"""Verify a tiny random model of every supported type and write what came out into docs/models.md.
+"""Verify a tiny random model of every supported type; without --only, rewrite the table in docs/models.md.
 
-    python scripts/support_matrix.py                    # all types; a few minutes on two cores
+    python scripts/support_matrix.py                    # all types; about 20 seconds on two cores
     python scripts/support_matrix.py --only qwen3_5     # print one row, write nothing
 
 Each model is saved as a checkpoint and goes through what `zorro-verl verify` does, in float64: as a whole, and where it
@@ -22,9 +22,9 @@ import torch
 import transformers
 from bench_cpu import hardware
 
-from zorro_verl.equivalence import Sharing
+from zorro_verl.checkpoint import quiet_loading
 from zorro_verl.families import SUPPORTED_MODEL_TYPES
-from zorro_verl.verify import Report, quiet_loading, verify
+from zorro_verl.verify import Report, verify
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- support matrix, written by scripts/support_matrix.py -->", "<!-- end of the support matrix -->"
@@ -39,39 +39,33 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One type in the matrix, from one or more reports."""
+    """One type in the matrix."""
 
-    reports: tuple[Report, ...]
+    report: Report
 
     def text(self) -> str:
-        first = self.reports[0]
-        layers = ", ".join(f"{first.layers[kind]} {word}" for kind, word in KINDS.items() if first.layers.get(kind))
-        worst = (
-            max(d.worst for report in self.reports for d in report.differences if d.quantity == quantity)
-            for quantity in QUANTITIES
-        )
-        numbers = " | ".join(f"{x:.0e}" if x else "0" for x in worst)
-        return f"| `{first.model_type}` | `{first.model_class}` | {layers} | {numbers} | {self.verdict} |"
+        report = self.report
+        layers = ", ".join(f"{report.layers[kind]} {word}" for kind, word in KINDS.items() if report.layers.get(kind))
+        worst = {difference.quantity: difference.worst for difference in report.differences}
+        numbers = " | ".join(f"{worst[quantity]:.0e}" if worst[quantity] else "0" for quantity in QUANTITIES)
+        return f"| `{report.model_type}` | `{report.model_class}` | {layers} | {numbers} | {self.verdict} |"
 
     @property
     def verdict(self) -> str:
-        return "equal" if all(report.equal for report in self.reports) else "**differs**"
+        return "equal" if self.report.equal else "**differs**"
 
 
 def row(name: str) -> Row:
     """Verify a type."""
     with tempfile.TemporaryDirectory() as folder:
         with quiet_loading():
-            model = tiny_models.build(name)
-            model.save_pretrained(folder)
-        linear = "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
-        ways = [Sharing(linear_attention=way) for way in (("expand", "fork") if linear else ("auto",))]
-        return Row(tuple(verify(folder, "float64", sharing=way, layer_by_layer=False) for way in ways))
+            tiny_models.build(name).save_pretrained(folder)
+        return Row(verify(folder, "float64", layer_by_layer=False))
 
 
 def section(rows: Sequence[Row]) -> str:
     """The text between the markers."""
-    some = rows[0].reports[0]
+    some = rows[0].report
     return "\n".join(
         (
             "| model type | class | layers of the tiny model | log-probs | entropy | gradients | |",
@@ -95,7 +89,9 @@ def write(text: str) -> None:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=SUPPORTED_MODEL_TYPES, metavar="TYPE", help="print these rows")
+    parser.add_argument(
+        "--only", nargs="+", choices=SUPPORTED_MODEL_TYPES, metavar="TYPE", help="print these rows and write nothing"
+    )
     return parser.parse_args(argv)
 
 

@@ -1,11 +1,11 @@
 """Compare a checkpoint that shares prompts with the same checkpoint that doesn't: `zorro-verl verify` from a clone.
 
-python scripts/verify_equivalence.py --model /path/to/checkpoint --dtype float32
+python scripts/verify_equivalence.py /path/to/checkpoint --dtype float32
 """
 
-import typer
+import sys
 
-from zorro_verl.cli import verify
+from zorro_verl.cli import app
 
 if __name__ == "__main__":
-    typer.run(verify)
+    app(["verify", *sys.argv[1:]], prog_name="zorro-verl")

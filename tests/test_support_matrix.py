@@ -37,8 +37,15 @@ def test_rows_come_out_again(name):
     """Class, layers and verdict as they stand; numbers of the size of rounding."""
     written = next(row for row in ROWS if row[0] == name)
     found = support_matrix.row(name)
+    assert found.report.linear_attention == (("expand", "fork") if "linear" in written[2] else ())
     _, _, model_class, layers, *_, verdict, _ = (cell.strip().strip("`") for cell in found.text().split("|"))
     assert (model_class, layers, verdict) == (written[1], written[2], written[6])
+
+
+def test_help_says_that_a_bare_run_rewrites_the_page(capsys):
+    with pytest.raises(SystemExit):
+        support_matrix.main(["--help"])
+    assert "without --only, rewrite the table in docs/models.md" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_page_is_rewritten_between_its_markers(monkeypatch, tmp_path):

@@ -1,11 +1,13 @@
 """`zorro-verl verify`: what equals passes, what is broken does not, a mistake is one line."""
 
 import json
+import logging
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import tiny_models
 import torch
@@ -13,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from zorro_verl import equivalence, verify
+from zorro_verl import __version__, checkpoint, equivalence, linear_attention, verify
+from zorro_verl.checkpoint import config_of, load, quiet_loading, skeleton
 from zorro_verl.cli import app
 from zorro_verl.equivalence import (
     Batch,
     Comparison,
     Outcome,
     Sharing,
-    Sizes,
     plain_outcome,
     ragged_batch,
     shared_outcome,
@@ -30,7 +32,8 @@ from zorro_verl.layer_loading import LayeredCheckpoint
 from zorro_verl.layerwise import compare_layer
 from zorro_verl.packing import Plan
 from zorro_verl.varlen import CpuKernels
-from zorro_verl.verify import config_of, load, skeleton, text_tokens
+from zorro_verl.verify import text_tokens
+from zorro_verl.verify_request import Sizes
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "verify_equivalence.py"
 SMALL = ("--rows", 7, "--prompt", 9, "--response", 5)
@@ -38,7 +41,7 @@ WHOLE, LAYERS = "--whole", "--layer-by-layer"
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def saved(tmp_path_factory):
     """Folders of tiny models, each saved once."""
     folders = {}
 
@@ -46,7 +49,7 @@ def checkpoint(tmp_path_factory):
         key = repr((name, dtype, shard, config))
         if key not in folders:
             folders[key] = str(tmp_path_factory.mktemp(name))
-            with verify.quiet_loading():
+            with quiet_loading():
                 model = tiny_models.build(name, getattr(torch, dtype), **config)
                 model.save_pretrained(folders[key], max_shard_size=shard)
         return folders[key]
@@ -71,8 +74,8 @@ def report_of(folder, *arguments, tmp_path):
 
 @pytest.mark.parametrize("how", [WHOLE, LAYERS])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_moe", "qwen3_5"])
-def test_tiny_models_are_equal(checkpoint, tmp_path, name, how):
-    code, report = report_of(checkpoint(name), "--dtype", "float64", *SMALL, how, tmp_path=tmp_path)
+def test_tiny_models_are_equal(saved, tmp_path, name, how):
+    code, report = report_of(saved(name), "--dtype", "float64", *SMALL, how, tmp_path=tmp_path)
     assert (code, report["equal"]) == (0, True), report
     quantities = {difference["quantity"] for difference in report["differences"]}
     assert quantities == {"log_probs", "entropy", "gradients"} | (
@@ -84,14 +87,14 @@ def test_tiny_models_are_equal(checkpoint, tmp_path, name, how):
 
 
 @pytest.mark.parametrize("how", [WHOLE, LAYERS])
-def test_bfloat16_is_compared_with_float64(checkpoint, tmp_path, how):
-    code, report = report_of(checkpoint("qwen3", "bfloat16"), "--dtype", "bfloat16", how, tmp_path=tmp_path)
+def test_bfloat16_is_compared_with_float64(saved, tmp_path, how):
+    code, report = report_of(saved("qwen3", "bfloat16"), "--dtype", "bfloat16", how, tmp_path=tmp_path)
     assert (code, report["oracle"]) == (0, "float64"), report
     assert all(0.5 < d["worst"] <= 1.5 and d["measure"] == "error ratio" for d in report["differences"])
 
 
-def test_the_table(checkpoint):
-    result = command("--model", checkpoint("qwen3_moe"), "--dtype", "float64", *SMALL)
+def test_the_table(saved):
+    result = command("--model", saved("qwen3_moe"), "--dtype", "float64", *SMALL)
     assert result.exit_code == 0
     for words in (
         "Qwen3MoeForCausalLM (qwen3_moe), compared as a whole",
@@ -107,22 +110,95 @@ def test_the_table(checkpoint):
     assert "differs" not in result.output
 
 
-def test_windows_that_no_row_reaches_are_noted(checkpoint):
-    arguments = ("--model", checkpoint("gemma3_text"), "--dtype", "float64", "--response", 3)
+def test_windows_that_no_row_reaches_are_noted(saved):
+    arguments = ("--model", saved("gemma3_text"), "--dtype", "float64", "--response", 3)
     short, long = (command(*arguments, "--prompt", n) for n in (3, 9))
     assert short.exit_code == long.exit_code == 0
     assert "no row reaches beyond the sliding window of 6 tokens" in short.output
     assert "Note" not in long.output
 
 
-def test_the_script_and_the_commands_of_the_package(checkpoint):
-    arguments = ("--model", checkpoint("qwen3"), "--dtype", "float32", *map(str, SMALL))
+def test_a_config_that_training_refuses_is_noted(saved):
+    """Log-probs of a model that is not trained are equal all the same."""
+    result = command(saved("seed_oss", attention_dropout=0.1), "--dtype", "float64", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "Equal." in result.output
+    text = " ".join(result.output.split())
+    assert "training is refused with this config: attention_dropout: expected 0 in training, got 0.1; set it" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "attention", "ways"),
+    [
+        ("qwen3", (), "sdpa", []),
+        ("qwen3", ("--attn-implementation", "eager"), "eager", []),
+        ("qwen3_5_text", (), "sdpa", ["expand", "fork"]),
+        ("qwen3_5_text", ("--linear-attention", "auto"), "sdpa", ["expand"]),
+        ("qwen3_5_text", ("--linear-attention", "auto", "--prompt", "300"), "sdpa", ["fork"]),
+        ("qwen3_5_text", ("--linear-attention", "fork", LAYERS), "sdpa", ["fork"]),
+    ],
+)
+def test_the_report_says_what_ran(saved, tmp_path, name, arguments, attention, ways):
+    path = tmp_path / "report.json"
+    result = command(saved(name), "--dtype", "float64", *SMALL, *arguments, "--json", path)
+    report = json.loads(path.read_text())
+    assert (report["attention"], report["linear_attention"]) == (attention, ways)
+    assert {d["linear_attention"] for d in report["differences"]} <= set(ways or [None])
+    shown = f", linear attention {' and '.join(ways)}" if ways else ""
+    assert f"  float64 on cpu, attention {attention}{shown}\n" in result.output
+
+
+def test_progress_is_over_rows_and_shared_calls(saved):
+    seen = []
+
+    def track(items, what, total):
+        items = list(items)
+        assert len(items) == total
+        seen.append((what, total))
+        return items
+
+    verify.verify(saved("qwen3_5_text"), "float64", sizes=Sizes(7, 9, 5), track=track)
+    assert seen == [("plain rows", 6), ("shared calls", 2)], "one response is empty"
+
+
+def test_nothing_but_the_report_is_shown(saved, monkeypatch):
+    """Not what transformers says of linear layers, once a process, nor a bar where no terminal is."""
+    logging.Logger.warning_once.cache_clear()
+    said = []
+    handler = logging.Handler()
+    handler.emit = said.append
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
+    result = command(saved("qwen3_5_text"), "--dtype", "float64", *SMALL)
+    assert (result.exit_code, result.stderr, said) == (0, "", [])
+
+
+def test_the_script_and_the_commands_of_the_package(saved):
+    arguments = (saved("qwen3"), "--dtype", "float32", *map(str, SMALL))
     finished = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=120)
     assert finished.returncode == 0, finished.stderr
     assert "Equal." in finished.stdout
     listed = CliRunner().invoke(app, ["--help"])
     assert listed.exit_code == 0
     assert "verify" in listed.output
+    version = CliRunner().invoke(app, ["--version"])
+    assert (version.exit_code, version.output) == (0, f"zorro-verl {__version__}\n")
+
+
+def test_the_home_folder_is_expanded(saved, monkeypatch):
+    folder = Path(saved("qwen3"))
+    monkeypatch.setenv("HOME", str(folder.parent))
+    for how in (WHOLE, LAYERS):
+        assert command(f"~/{folder.name}", "--dtype", "float64", *SMALL, how).exit_code == 0
+
+
+def test_help_keeps_its_lines_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = command("--help").output
+    assert max(map(len, text.splitlines())) <= 80
+    assert "--attn-implementation NAME" in text
+    assert "<bool>" not in text
+    paragraph = text.split("\n\n")[2].splitlines()
+    assert all(len(line) > 60 for line in paragraph[:-1]), "no line ends in mid-sentence"
 
 
 def test_help_loads_no_torch():
@@ -194,9 +270,9 @@ def no_number(monkeypatch):
     ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
-def test_what_is_broken_differs(checkpoint, tmp_path, monkeypatch, break_it, found_in, how):
+def test_what_is_broken_differs(saved, tmp_path, monkeypatch, break_it, found_in, how):
     break_it(monkeypatch)
-    code, report = report_of(checkpoint("qwen3"), "--dtype", "float64", *SMALL, how, tmp_path=tmp_path)
+    code, report = report_of(saved("qwen3"), "--dtype", "float64", *SMALL, how, tmp_path=tmp_path)
     assert code == 1
     assert not report["equal"]
     differing = {d["quantity"] for d in report["differences"] if not d["equal"]}
@@ -208,10 +284,41 @@ def test_what_is_broken_differs(checkpoint, tmp_path, monkeypatch, break_it, fou
 
 
 @pytest.mark.parametrize("how", [WHOLE, LAYERS])
-def test_what_is_broken_differs_in_bfloat16(checkpoint, tmp_path, monkeypatch, how):
+def test_what_is_broken_differs_in_bfloat16(saved, tmp_path, monkeypatch, how):
     hide_prompts(monkeypatch)
-    code, _ = report_of(checkpoint("qwen3", "bfloat16"), "--dtype", "bfloat16", *SMALL, how, tmp_path=tmp_path)
+    code, _ = report_of(saved("qwen3", "bfloat16"), "--dtype", "bfloat16", *SMALL, how, tmp_path=tmp_path)
     assert code == 1
+
+
+def forget_prompts(monkeypatch):
+    """Forked responses start from zeros."""
+
+    def run(step, rule, inputs, states, options, run=linear_attention._Round.run):
+        return run(step, rule, inputs, None if states is None else torch.zeros_like(states), options)
+
+    monkeypatch.setattr(linear_attention._Round, "run", run)
+
+
+@pytest.mark.parametrize("how", [WHOLE, LAYERS])
+def test_both_ways_of_linear_attention_are_compared(saved, tmp_path, monkeypatch, how):
+    """What only fork gets wrong is found without asking for fork, and named."""
+    forget_prompts(monkeypatch)
+    arguments = (saved("qwen3_5_text"), "--dtype", "float64", *SMALL, how)
+    code, report = report_of(*arguments, tmp_path=tmp_path)
+    assert code == 1
+    assert {d["linear_attention"] for d in report["differences"] if not d["equal"]} == {"fork"}
+    assert report_of(*arguments, "--linear-attention", "expand", tmp_path=tmp_path)[0] == 0
+
+
+def test_json_has_no_nan(saved, tmp_path, monkeypatch):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    no_number(monkeypatch)
+    path = tmp_path / "report.json"
+    assert command(saved("qwen3"), "--dtype", "float64", *SMALL, "--json", path).exit_code == 1
+    report = json.loads(path.read_text(), parse_constant=refuse)
+    assert [d["worst"] for d in report["differences"] if d["quantity"] == "log_probs"] == [None]
 
 
 def outcome(**changes):
@@ -254,16 +361,16 @@ def test_where_a_difference_is(changes, quantity, where):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_layers_one_by_one_are_the_model(checkpoint, name, config):
+def test_layers_one_by_one_are_the_model(saved, name, config):
     """The chain of layers ends in the whole model's own values: each was loaded as what it is."""
-    folder = checkpoint(name, shard="20KB", **config)
+    folder = saved(name, shard="20KB", **config)
     loaded_config = config_of(folder)
     batch = ragged_batch(torch.arange(1, 57), Sizes(7, 9, 5))
     layers = LayeredCheckpoint(folder, loaded_config, skeleton(loaded_config), torch.float64, "cpu")
     assert len(layers.files) > 1, "the checkpoint is in several files"
     hidden = None
     for layer in range(layers.num_layers):
-        differences, hidden = compare_layer(layers, layer, batch, hidden, Sharing(), None)
+        differences, hidden = compare_layer(layers, layer, batch, hidden, [Sharing()], None)
         assert all(d.equal for d in differences), differences
     model = load(folder, loaded_config, torch.float64, "cpu")
     expected = []
@@ -277,8 +384,8 @@ def test_layers_one_by_one_are_the_model(checkpoint, name, config):
     assert (hidden - wrong).abs().max() > 0.1, "hidden states of tokens differ"
 
 
-def test_a_layer_in_the_middle_comes_alone(checkpoint):
-    folder = checkpoint("qwen3_5_moe")
+def test_a_layer_in_the_middle_comes_alone(saved):
+    folder = saved("qwen3_5_moe")
     config = config_of(folder)
     layers = LayeredCheckpoint(folder, config, skeleton(config), torch.float64, "cpu")
     whole = sum(p.numel() for p in layers.whole.get_decoder().layers[1].parameters())
@@ -289,9 +396,9 @@ def test_a_layer_in_the_middle_comes_alone(checkpoint):
 
 
 @pytest.mark.parametrize("how", [WHOLE, LAYERS])
-def test_lacking_tensors_are_named(checkpoint, tmp_path, how):
+def test_lacking_tensors_are_named(saved, tmp_path, how):
     """The loader would fill them with random values, which both sides would agree on."""
-    folder = checkpoint("qwen3")
+    folder = saved("qwen3")
     tensors = load_file(Path(folder, "model.safetensors"))
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -302,11 +409,11 @@ def test_lacking_tensors_are_named(checkpoint, tmp_path, how):
 
 
 @pytest.mark.parametrize(("free", "expected"), [(1 << 40, False), (1 << 16, True)])
-def test_memory_decides(checkpoint, tmp_path, monkeypatch, free, expected):
+def test_memory_decides(saved, tmp_path, monkeypatch, free, expected):
     monkeypatch.setattr(verify, "free_memory", lambda device: free)
-    _, report = report_of(checkpoint("qwen3"), "--dtype", "float64", *SMALL, tmp_path=tmp_path)
+    _, report = report_of(saved("qwen3"), "--dtype", "float64", *SMALL, tmp_path=tmp_path)
     assert report["layer_by_layer"] is expected
-    code, report = report_of(checkpoint("qwen3"), "--dtype", "float64", *SMALL, WHOLE, tmp_path=tmp_path)
+    code, report = report_of(saved("qwen3"), "--dtype", "float64", *SMALL, WHOLE, tmp_path=tmp_path)
     assert (code, report["layer_by_layer"]) == (0, False)
 
 
@@ -346,7 +453,7 @@ def test_seeds_change_the_batch():
     assert first.shape != other.shape or not torch.equal(first, other)
 
 
-def test_the_outcome_of_a_model_has_every_parameter(checkpoint):
+def test_the_outcome_of_a_model_has_every_parameter(saved):
     model = tiny_models.build("qwen3_moe")
     batch = ragged_batch(torch.arange(1, 61), Sizes(prompt=9, response=5))
     plain = plain_outcome(model, batch)
@@ -368,6 +475,63 @@ def config_alone(folder):
     tiny_models.config_of("qwen3").save_pretrained(folder)
 
 
+def broken_json(folder):
+    (folder / "config.json").write_text('{"model_type": ')
+
+
+def empty_config(folder):
+    (folder / "config.json").write_text("{}")
+
+
+def unknown_type(folder):
+    (folder / "config.json").write_text('{"model_type": "nobody"}')
+
+
+def own_code(folder):
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def odd_size(folder):
+    (folder / "config.json").write_text('{"model_type": "qwen3", "hidden_size": "large"}')
+
+
+def odd_rope(folder):
+    rope = {"rope_type": "nope", "rope_theta": 1.0}
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "rope_parameters": rope}))
+
+
+def pickled(folder):
+    config_alone(folder)
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def truncated(folder):
+    tiny_models.build("qwen3").save_pretrained(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def wrong_shape(folder):
+    changed(folder, "qwen3", "model.layers.1.self_attn.q_norm.weight", lambda tensor: torch.ones(9))
+
+
+def wrong_expert(folder):
+    changed(folder, "qwen3_moe", "model.layers.0.mlp.experts.1.up_proj.weight", lambda tensor: tensor[1:])
+
+
+def not_a_number(folder):
+    changed(folder, "qwen3", "model.layers.1.self_attn.q_norm.weight", lambda tensor: tensor * torch.nan)
+
+
+def changed(folder, name, key, change):
+    """A checkpoint with one tensor that is another."""
+    tiny_models.build(name).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[key] = change(tensors[key])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def no_config(folder):
     (folder / "model.safetensors").write_text("")
 
@@ -375,20 +539,35 @@ def no_config(folder):
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
-        (gpt2, (), "model_type: expected one of .*'gpt2'"),
+        (gpt2, (), "model_type: .*'gpt2'"),
         (no_config, (), "model: expected a checkpoint folder with a config.json"),
         (config_alone, (WHOLE,), "model: .*no file named model.safetensors"),
-        (config_alone, (LAYERS,), "model: expected model.safetensors .* got neither"),
+        (config_alone, (LAYERS,), "model: expected model.safetensors .* got no weights$"),
         (config_alone, ("--rows", 6), "rows: expected at least 7"),
         (config_alone, ("--prompt", 1), "prompt, response: expected at least 2 and 1"),
         (config_alone, ("--attn-implementation", "flash_attention_3"), "attn_implementation=flash_attention_3"),
         (config_alone, ("--attn-implementation", "fast"), "attn_implementation: expected one of .*'fast'"),
-        (config_alone, ("--device", "tpu"), "device: expected cpu, or cuda .*'tpu'"),
+        (config_alone, ("--device", "tpu"), "device: expected cpu, cuda or cuda:N, got 'tpu'"),
+        (pickled, (LAYERS,), "got pytorch_model.bin, which is read by --whole only"),
+        (broken_json, (), "model: expected JSON in .*config.json, got what can't be read .*line 1"),
+        (empty_config, (), "model: expected a model_type in .*config.json, got none"),
+        (unknown_type, (), r"model: the config of .* can't be used .*model type `nobody` .* this architecture\)$"),
+        (own_code, (), "^zorro-verl verify: model: the config of .* contains custom code"),
+        (odd_size, (), "model: the config of .* can't be used .*hidden_size"),
+        (odd_rope, (), "model: no model can be built from its config .*'nope'"),
+        (truncated, (WHOLE,), "model: the weights can't be loaded .*SafetensorError"),
+        (truncated, (LAYERS,), r"model: \S+model.safetensors can't be read .*SafetensorError"),
+        (wrong_shape, (WHOLE,), r"expected model\.layers\.1\.self_attn\.q_norm\.weight of shape \(8,\), got \(9,\)$"),
+        (wrong_shape, (LAYERS,), r"expected model\.layers\.1\.self_attn\.q_norm\.weight of shape \(8,\), got \(9,\)$"),
+        (wrong_expert, (WHOLE,), "model: the weights can't be loaded .*RuntimeError"),
+        (not_a_number, (WHOLE,), r"unpatched model gives values that are not finite \(log_probs\)"),
+        (not_a_number, (LAYERS,), r"unpatched model gives values that are not finite \(layer 1, log_probs\)"),
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
 )
 def test_a_mistake_is_one_line(tmp_path, make, arguments, message):
-    make(tmp_path)
+    with quiet_loading():
+        make(tmp_path)
     result = command("--model", tmp_path, *arguments)
     assert result.exit_code == 2, result.output
     assert re.search(message, result.output, re.IGNORECASE), result.output
@@ -402,3 +581,65 @@ def test_a_missing_folder_is_one_line(tmp_path):
     assert result.output == (
         f"zorro-verl verify: model: expected a checkpoint folder with a config.json, got '{tmp_path}/nothing'\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nothing/at/all",), "model: expected a checkpoint folder with a config.json, got 'nothing/at/all'"),
+        ((), "model: expected one checkpoint, as MODEL or as --model MODEL"),
+        (("some/name", "--model", "some/name"), "model: expected one checkpoint, as MODEL or as --model MODEL"),
+        (("some/name", "--device", "gpu"), "device: expected cpu, cuda or cuda:N, got 'gpu'"),
+        (("some/name", "--rows", "3"), "rows: expected at least 7 (groups of three, three and one), got 3"),
+        (("some/name", "--json", "/no/r.json"), "json: expected a file in a folder that is there, got '/no/r.json'"),
+        (("some/name", "--json", "/"), "json: expected a file that can be written, got '/'"),
+        (("some/name", "--dtype", "int8"), "Error: Invalid value for '--dtype'"),
+        (("some/name", "--linear-attention", "x"), "Error: Invalid value for '--linear-attention'"),
+    ],
+)
+def test_what_needs_no_torch_is_checked_without(arguments, message):
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from zorro_verl.cli import app; app(['verify', *sys.argv[1:]])"
+    )
+    finished = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 2, finished.stderr
+    last = finished.stderr.splitlines()[-1]
+    assert message in last if message.startswith("Error") else last == f"zorro-verl verify: {message}"
+
+
+def test_a_hub_without_network_is_asked_once(monkeypatch):
+    asked = []
+
+    def ask(url):
+        asked.append(url)
+        raise httpx.ConnectError("no such host")
+
+    monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *names: None)
+    monkeypatch.setattr(checkpoint, "get_hf_file_metadata", ask)
+    result = command("some/name")
+    assert (result.exit_code, len(asked)) == (2, 1)
+    assert result.output == (
+        "zorro-verl verify: model: expected a checkpoint folder or a name on a hub that can be reached, "
+        "got 'some/name' (no such host)\n"
+    )
+
+
+def test_json_that_cannot_be_written_comes_after_the_table(saved, tmp_path, monkeypatch):
+    def fail(path, text):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    result = command(saved("qwen3"), "--dtype", "float64", *SMALL, "--json", tmp_path / "report.json")
+    assert result.exit_code == 2
+    assert "Equal." in result.stdout
+    assert result.stderr == "zorro-verl verify: json: no space left\n"
+
+
+def test_an_interrupt_is_no_verdict(monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "verify", interrupted)
+    result = command("some/name")
+    assert (result.exit_code, result.output) == (130, "zorro-verl verify: interrupted\n")

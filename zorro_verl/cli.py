@@ -1,6 +1,7 @@
 """The command `zorro-verl`: tables for a person, exit codes for a script.
 
-Exit codes: 0 is success, 1 a comparison that found a difference, 2 a mistake in what was asked, said in one line.
+Exit codes: 0 is success, 1 a comparison that found a difference, 2 a mistake in what was asked or a checkpoint that
+can't be read, said in one line, 130 an interrupt.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from rich.markup import escape
 from rich.progress import track as rich_track
 from rich.table import Table
 
+from zorro_verl import __version__
+from zorro_verl.verify_request import Sizes, check_device_name, check_json_file, local_folder
+
 if TYPE_CHECKING:  # loads torch and transformers: `zorro-verl --help` does without
     from zorro_verl.verify import Report
 
@@ -27,6 +31,7 @@ app = typer.Typer(
     help="Train GRPO and PPO actors in veRL without recomputing the shared prompt for every rollout.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # help in plain text, which keeps its lines whole at 80 columns
     pretty_exceptions_enable=False,
 )
 
@@ -43,74 +48,122 @@ class Dtype(str, Enum):
 class LinearAttention(str, Enum):
     """How Gated DeltaNet layers share."""
 
+    both = "both"
     auto = "auto"
     expand = "expand"
     fork = "fork"
 
 
+def show_version(wanted: bool) -> None:
+    """Answer ``--version``."""
+    if wanted:
+        typer.echo(f"zorro-verl {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def zorro_verl() -> None:
+def zorro_verl(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Commands come after the name, also while there is one."""
 
 
-@app.command()
+@app.command(short_help="Compare a checkpoint with and without sharing.")
 def verify(
-    model: Annotated[str, typer.Option(help="A checkpoint folder, or a name on the hub.")],
-    dtype: Annotated[
-        Dtype | None, typer.Option(help="float32 on a CPU and bfloat16 on CUDA by default.", show_default=False)
+    checkpoint: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a name on the hub.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The same, as an option.", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="float32 (default on a CPU), bfloat16 (default on CUDA), float64 or float16.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
     attn_implementation: Annotated[
-        str, typer.Option(help="auto, eager, sdpa, flash_attention_2 or flash_attention_3.")
+        str, typer.Option(metavar="NAME", help="auto, eager, sdpa or flash_attention_2.")
     ] = "auto",
     linear_attention: Annotated[
-        LinearAttention, typer.Option(help="How Gated DeltaNet layers share.")
-    ] = LinearAttention.auto,
-    rows: Annotated[int, typer.Option(help="Rows of the batch.")] = 10,
-    prompt: Annotated[int, typer.Option(help="Tokens of its longest prompt.")] = 70,
-    response: Annotated[int, typer.Option(help="Tokens of its longest response.")] = 12,
-    seed: Annotated[int, typer.Option(help="Of tokens, shape and loss.")] = 0,
+        LinearAttention,
+        typer.Option(metavar="WAY", help="How Gated DeltaNet layers share: expand, fork, auto, or both in turn."),
+    ] = LinearAttention.both,
+    rows: Annotated[int, typer.Option(metavar="N", help="Rows of the batch.")] = 10,
+    prompt: Annotated[int, typer.Option(metavar="N", help="Tokens of its longest prompt.")] = 70,
+    response: Annotated[int, typer.Option(metavar="N", help="Tokens of its longest response.")] = 12,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of tokens, shape and loss.")] = 0,
     layer_by_layer: Annotated[
         bool | None,
         typer.Option(
             "--layer-by-layer/--whole",
-            help="One decoder layer in memory at a time; by default where the whole model would not fit.",
+            help="One decoder layer in memory at a time, or all; by default what fits.",
             show_default=False,
         ),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here, too.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything here, too.", show_default=False)
+    ] = None,
 ) -> None:
     """Compare a checkpoint that shares prompts with the same checkpoint that doesn't.
 
     Log-probs, entropy and the gradient of every parameter, on a ragged batch of random tokens, against the unpatched
     model on one unpadded row at a time. Exits with 1 where they differ by more than rounding, with 2 on a mistake.
     """
-    from zorro_verl.equivalence import Sharing, Sizes
-    from zorro_verl.verify import verify as compare
-
     try:
+        if (checkpoint is None) == (model is None):
+            raise ValueError("model: expected one checkpoint, as MODEL or as --model MODEL")
+        name = model if checkpoint is None else checkpoint
+        local_folder(name)
+        check_device_name(device)
+        sizes = Sizes(rows, prompt, response)
+        if json_file is not None:
+            json_file = json_file.expanduser()
+            check_json_file(json_file)
+
+        from zorro_verl.verify import verify as compare
+
         report = compare(
-            model,
+            name,
             dtype and dtype.value,
             device,
-            Sharing(attn_implementation, linear_attention.value),
-            Sizes(rows, prompt, response),
+            attn_implementation,
+            linear_attention.value,
+            sizes,
             seed,
             layer_by_layer,
             show_progress,
         )
+        show(report)
+        if json_file is not None:
+            write(report, json_file)
     except ValueError as error:
         typer.echo(f"zorro-verl verify: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
-    show(report)
+    except KeyboardInterrupt as error:
+        typer.echo("zorro-verl verify: interrupted", err=True)
+        raise typer.Exit(130) from error
     raise typer.Exit(0 if report.equal else 1)
+
+
+def write(report: Report, path: Path) -> None:
+    """The report as JSON."""
+    text = json.dumps(report.as_json(), indent=2, allow_nan=False)
+    try:
+        path.write_text(text + "\n")
+    except OSError as error:
+        raise ValueError(f"json: {error}") from error
 
 
 def show_progress(items: Iterable[T], what: str, total: int) -> Iterable[T]:
     """A bar on standard error, which goes away at the end."""
-    return rich_track(items, what, total, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return rich_track(items, what, total, console=console, transient=True, disable=not console.is_terminal)
 
 
 def show(report: Report) -> None:
@@ -120,27 +173,29 @@ def show(report: Report) -> None:
         console.width = 120
     kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in report.layers.items())
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    linear = f", linear attention {' and '.join(report.linear_attention)}" if report.linear_attention else ""
     how = "layer by layer" if report.layer_by_layer else "as a whole"
     console.print(
         f"[bold]{escape(report.model)}[/bold]: {report.model_class} ({report.model_type}), compared {how}\n"
         f"  layers: {kinds}\n"
         f"  batch: {report.rows} rows, {report.groups} prompts, {report.tokens_total} tokens -> "
         f"{report.tokens_packed} (token ratio {report.token_ratio:.2f})\n"
-        f"  {report.dtype} on {report.device}, attention {report.attention}, "
-        f"linear attention {report.linear_attention}\n"
+        f"  {report.dtype} on {report.device}, attention {report.attention}{linear}\n"
         f"  {versions}"
     )
     table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("quantity", "difference", "allowed", "where", "verdict"):
+    by_way = ("sharing",) if len(report.linear_attention) > 1 else ()
+    for heading in ("quantity", "difference", "allowed", *by_way, "where", "verdict"):
         table.add_column(heading, overflow="fold")
     for d in report.differences:
         style = ".2f" if d.measure == "error ratio" else ".1e"
         verdict = "equal" if d.equal else "[bold red]differs[/bold red]"
-        table.add_row(d.quantity, f"{d.worst:{style}}", f"{d.tolerance:{style}}", d.where, verdict)
+        way = (d.linear_attention,) if by_way else ()
+        table.add_row(d.quantity, f"{d.worst:{style}}", f"{d.tolerance:{style}}", *way, d.where, verdict)
     console.print(table)
     console.print(f"  {measures(report)}")
     for note in report.notes:
-        console.print(f"  Note: {note}.")
+        console.print(f"  Note: {escape(note)}.")
     console.print("[bold green]Equal.[/bold green]" if report.equal else "[bold red]NOT equal.[/bold red]")
 
 

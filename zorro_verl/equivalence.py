@@ -9,60 +9,60 @@ far: there both are compared with wider arithmetic, and sharing may not be furth
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from zorro_verl.grouping import Rows, exclusive_cumsum
-from zorro_verl.models import SharedPrompt, install, uninstall
+from zorro_verl.models import SharedPrompt, install, seam_of, uninstall
 from zorro_verl.packing import Plan, build_plan
+from zorro_verl.verify_request import Sizes
 
 TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType({torch.float64: 5e-6, torch.float32: 2e-5})
 ROUNDED = 1.5
-FEWEST_ROWS = 7
+
+T = TypeVar("T")
+# Wraps what takes long, given what it is and how many there are.
+Track = Callable[[Iterable[T], str, int], Iterable[T]]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Rows of the batch, tokens of its longest prompt and of its longest response."""
-
-    rows: int = 10
-    prompt: int = 70
-    response: int = 12
-
-    def __post_init__(self):
-        if self.rows < FEWEST_ROWS:
-            raise ValueError(f"rows: expected at least {FEWEST_ROWS} (groups of three, three and one), got {self.rows}")
-        if self.prompt < 2 or self.response < 1:
-            raise ValueError(
-                f"prompt, response: expected at least 2 and 1 tokens, got {self.prompt} and {self.response}"
-            )
+def untracked(items: Iterable[T], what: str, total: int) -> Iterable[T]:
+    """No progress is shown."""
+    return items
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the seam shares: the arguments of `zorro_verl.models.install`."""
+    """How the seam shares: the arguments of `zorro_verl.models.install`.
+
+    Attributes:
+        attn_implementation: as there.
+        linear_attention: as there; None where a model has no such layers.
+    """
 
     attn_implementation: str = "auto"
-    linear_attention: str = "auto"
-
-    def install(self, model: PreTrainedModel, device: str | None = None) -> None:
-        """Put the seam on a model."""
-        install(model, self.attn_implementation, device=device, linear_attention=self.linear_attention)
+    linear_attention: str | None = None
 
     @contextmanager
-    def on(self, model: PreTrainedModel) -> Iterator[None]:
+    def on(self, model: PreTrainedModel, device: str | None = None) -> Iterator[None]:
         """The seam is on the model within this context."""
-        self.install(model)
+        install(model, self.attn_implementation, device=device, linear_attention=self.linear_attention or "auto")
         try:
             yield
         finally:
             uninstall(model)
+
+    def attention_of(self, model: PreTrainedModel) -> str:
+        """What attention runs on in a model that has the seam on."""
+        if seam_of(model).kernels is None:
+            return "eager"
+        return "sdpa" if self.attn_implementation == "auto" else self.attn_implementation
 
 
 class Batch:
@@ -159,11 +159,26 @@ class Outcome:
     values: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
 
+    def check_finite(self, where: str = "") -> None:
+        """Refuse the plain model's NaN and infinity: nothing can be compared with them.
 
-def plain_outcome(model: PreTrainedModel, batch: Batch) -> Outcome:
+        Raises:
+            ValueError: names the first quantity, or the parameter of the gradient, and ``where``.
+        """
+        for names, kind in ((self.values, ""), (self.gradients, "gradient of ")):
+            for name, tensor in names.items():
+                if not bool(tensor.isfinite().all()):
+                    raise ValueError(
+                        f"model: the unpatched model gives values that are not finite ({where}{kind}{name}); "
+                        "check its weights, or compare in another dtype"
+                    )
+
+
+def plain_outcome(model: PreTrainedModel, batch: Batch, track: Track = untracked) -> Outcome:
     """The unpatched model, one unpadded row at a time."""
     log_probs, entropy = torch.zeros(2, batch.labels.numel(), device=batch.labels.device, dtype=value_dtype(model))
-    for tokens, where, prompt in batch.response_rows():
+    rows = track(batch.response_rows(), "plain rows", int((batch.rows.response_lens > 0).sum()))
+    for tokens, where, prompt in rows:
         logits = model(input_ids=tokens, use_cache=False).logits[0, prompt - 1 : -1]
         row_log_probs, row_entropy = values_of(logits, batch.labels[where])
         batch.loss(row_log_probs, row_entropy, where).backward()
@@ -233,6 +248,7 @@ class Difference:
         tolerance: the most that is allowed.
         measure: "absolute", "relative" (to the largest entry of the token, or of all gradients), or "error ratio" (to
             the plain model's RMS error).
+        linear_attention: how linear layers shared, None where there are none.
     """
 
     quantity: str
@@ -240,6 +256,7 @@ class Difference:
     where: str
     tolerance: float
     measure: str
+    linear_attention: str | None = None
 
     @property
     def equal(self) -> bool:
@@ -316,3 +333,19 @@ class Comparison:
         where = f"most in {names[int(shared_errors.argmax())]}" if len(names) > 1 else f"{self.prefix}all tokens"
         worst = 0.0 if shared_errors.sum() == 0 else float(ratio)
         return Difference(quantity, worst, where, ROUNDED, "error ratio")
+
+
+def differences_of(
+    ways: Iterable[Sharing],
+    model: PreTrainedModel,
+    run: Callable[[PreTrainedModel], Outcome],
+    comparison: Comparison,
+    plain: Outcome,
+    wide: Outcome | None,
+) -> Iterator[Difference]:
+    """What ``run`` gives with the seam on the model, each way, against the plain model's outcome."""
+    for sharing in ways:
+        with sharing.on(model):
+            shared = run(model)
+        for difference in comparison.differences(plain, shared, wide):
+            yield replace(difference, linear_attention=sharing.linear_attention)

@@ -19,8 +19,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from zorro_verl.equivalence import use_runnable_experts
+from zorro_verl.checkpoint import filled, one_line, quiet_loading
 from zorro_verl.families import text_config
+from zorro_verl.verify_request import local_folder
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Other modules have layers and norms too: vision towers, heads for several tokens (`mtp.layers.0`).
@@ -39,7 +40,7 @@ class LayeredCheckpoint:
         device: of the loaded layers.
 
     Raises:
-        ValueError: the checkpoint has no safetensors files.
+        ValueError: the checkpoint has no safetensors files, or they can't be read.
     """
 
     def __init__(self, name: str, config: PretrainedConfig, whole: PreTrainedModel, dtype: torch.dtype, device: str):
@@ -53,26 +54,20 @@ class LayeredCheckpoint:
         Raises:
             ValueError: the checkpoint lacks some of its tensors, or the layer is another one when it stands alone.
         """
-        tensors = self._read(layer, with_ends)
-        model, found = type(self.whole).from_pretrained(
-            None,
-            config=one_layer_config(self.config, layer, with_ends),
-            state_dict=tensors,
-            dtype=self.dtype,
-            output_loading_info=True,
-        )
         wanted = _LAYER if not with_ends else re.compile(f"{_LAYER.pattern}|{_ENDS.pattern}")
-        lacking = sorted(name for name in found["missing_keys"] if wanted.match(name))
-        if lacking:  # would be random
-            names = ", ".join(name.replace("layers.0.", f"layers.{layer}.") for name in lacking[:3])
-            raise ValueError(f"model: the checkpoint lacks {names}{' and more' * (len(lacking) > 3)}")
+        model = filled(
+            type(self.whole),
+            None,
+            wanted=lambda name: wanted.match(name) is not None,
+            shown=lambda name: name.replace("layers.0.", f"layers.{layer}."),
+            config=one_layer_config(self.config, layer, with_ends),
+            state_dict=self._read(layer, with_ends),
+            dtype=self.dtype,
+        )
         alone, inside = (_shapes(m.get_decoder().layers[i]) for m, i in ((model, 0), (self.whole, layer)))
         if alone != inside:
             name = min(alone.items() ^ inside.items())[0]
-            raise ValueError(
-                f"layer {layer}: {name} differs when the layer stands alone; verify the whole model at once"
-            )
-        use_runnable_experts(model)
+            raise ValueError(f"layer {layer}: {name} differs when the layer stands alone; compare the model as --whole")
         return model.to(self.device)
 
     def _read(self, layer: int, with_ends: bool) -> dict[str, Tensor]:
@@ -80,7 +75,7 @@ class LayeredCheckpoint:
         for file, keys in self.files.items():
             renamed = {key: new for key in keys if (new := _renamed(key, layer, with_ends)) is not None}
             if renamed:
-                with safe_open(file, framework="pt") as opened:
+                with one_line(f"{file} can't be read"), safe_open(file, framework="pt") as opened:
                     tensors |= {new: opened.get_tensor(key) for key, new in renamed.items()}
         return tensors
 
@@ -93,20 +88,22 @@ def _renamed(key: str, layer: int, with_ends: bool) -> str | None:
 
 
 def _files_of(name: str) -> dict[Path, list[str]]:
-    folder = Path(name)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(name, allow_patterns=[SINGLE, INDEX, "*.safetensors"]))
+    folder = local_folder(name)
+    if folder is None:
+        with quiet_loading(), one_line(f"{name!r} can't be downloaded"):
+            folder = Path(snapshot_download(name, allow_patterns=[SINGLE, INDEX, "*.safetensors"]))
     files: dict[Path, list[str]] = defaultdict(list)
     if (folder / INDEX).is_file():
-        for key, file in json.loads((folder / INDEX).read_text())["weight_map"].items():
-            files[folder / file].append(key)
+        with one_line(f"{folder / INDEX} can't be read"):
+            for key, file in json.loads((folder / INDEX).read_text())["weight_map"].items():
+                files[folder / file].append(key)
     elif (folder / SINGLE).is_file():
-        with safe_open(folder / SINGLE, framework="pt") as opened:
+        with one_line(f"{folder / SINGLE} can't be read"), safe_open(folder / SINGLE, framework="pt") as opened:
             files[folder / SINGLE] = list(opened.keys())
     else:
-        raise ValueError(
-            f"model: expected {SINGLE} or {INDEX} in {folder}, got neither; verify the whole model at once"
-        )
+        others = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+        found = f"{others[0]}, which is read by --whole only" if others else "no weights"
+        raise ValueError(f"model: expected {SINGLE} or {INDEX} in {folder}, got {found}")
     return dict(files)
 
 

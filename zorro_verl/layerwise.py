@@ -7,7 +7,7 @@ entropies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from zorro_verl.equivalence import (
     Difference,
     Outcome,
     Sharing,
+    differences_of,
     shared_call,
     take_gradients,
     value_dtype,
@@ -154,14 +155,18 @@ def compare_layer(
     layer: int,
     batch: Batch,
     entering: Tensor | None,
-    sharing: Sharing,
+    ways: Sequence[Sharing],
     wide_dtype: torch.dtype | None,
 ) -> tuple[list[Difference], Tensor]:
     """The differences in one layer, and what leaves it.
 
     Args:
         entering: ``(N, E)`` the hidden states that the layer gets, None in the first.
+        ways: how the seam shares, one after the other.
         wide_dtype: of the oracle that both sides are compared with; None compares them with each other.
+
+    Raises:
+        ValueError: the plain model gives values that are not finite.
     """
     last = layer == checkpoint.num_layers - 1
     model = checkpoint.load(layer, with_ends=last or entering is None)
@@ -169,13 +174,14 @@ def compare_layer(
     stage = Stage(batch, layer, entering, weights)
     wide = None if wide_dtype is None else stage.plain(widened(model, wide_dtype))[0]
     plain, left = stage.plain(model)
-    with sharing.on(model):
-        shared = stage.shared(model)
-    comparison = Comparison(batch, checkpoint.dtype, f"layer {layer}, ")
+    where = f"layer {layer}, "
+    plain.check_finite(where)
+    comparison = Comparison(batch, checkpoint.dtype, where)
+    differences = list(differences_of(ways, model, stage.shared, comparison, plain, wide))
     # All copies of a shared prompt go on from the same values, also where the kernels round rows of different length
     # differently.
     packed = left[batch.plan.token_index]
-    return comparison.differences(plain, shared, wide), packed[batch.plan.unpack_index]
+    return differences, packed[batch.plan.unpack_index]
 
 
 def _weights(model: PreTrainedModel, batch: Batch, seed: int) -> Tensor:

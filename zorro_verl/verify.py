@@ -6,40 +6,45 @@ without, on one unpadded row at a time. A model that is large for the memory is 
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from zorro_verl.checkpoint import config_of, load, quiet_loading, skeleton
 from zorro_verl.equivalence import (
     TOLERANCES,
     Batch,
     Comparison,
     Difference,
     Sharing,
-    Sizes,
+    Track,
+    differences_of,
     plain_outcome,
     ragged_batch,
     shared_outcome,
-    use_runnable_experts,
+    untracked,
     widened,
 )
-from zorro_verl.families import auto_class, check_supported, text_config
+from zorro_verl.families import check_training, text_config
 from zorro_verl.layer_loading import LayeredCheckpoint
 from zorro_verl.layerwise import compare_layer
+from zorro_verl.linear_attention import LINEAR_ATTENTION, LinearPlan
+from zorro_verl.mixers import linear_layers, takes_cu_seqlens
+from zorro_verl.packing import Plan
+from zorro_verl.verify_request import Sizes, check_device_name
 
-T = TypeVar("T")
-Track = Callable[[Iterable[T], str, int], Iterable[T]]
+BOTH = "both"
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "float32": torch.float32,
@@ -48,7 +53,8 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "float16": torch.float16,
     }
 )
-# Weights, two sets of gradients and what else a step needs, at once, of the free memory.
+# Weights, two sets of gradients and what else a step needs, at once, of the free memory. Weights count in the widest
+# arithmetic of the comparison: those of a bfloat16 model at the size of float64, their oracle's.
 SHARE_FOR_WEIGHTS = 0.25
 
 
@@ -59,7 +65,8 @@ class Report:
     Attributes:
         model: the folder or hub name.
         model_class, model_type: of the model that was loaded.
-        dtype, device, attention, linear_attention: what it ran with.
+        dtype, device, attention: what it ran with.
+        linear_attention: the ways in which linear layers shared, one after the other; none without such layers.
         versions: of Python, torch and transformers.
         layers: how many there are of each kind.
         rows, groups: rows and distinct prompts of the batch.
@@ -67,7 +74,7 @@ class Report:
         layer_by_layer: whether layers were compared one at a time.
         oracle: the arithmetic that both sides were compared with, None when with each other.
         differences: by quantity, the largest.
-        notes: what this comparison did not reach.
+        notes: what this comparison did not reach, and why training is refused where it is.
     """
 
     model: str
@@ -76,7 +83,7 @@ class Report:
     dtype: str
     device: str
     attention: str
-    linear_attention: str
+    linear_attention: tuple[str, ...]
     versions: Mapping[str, str]
     layers: Mapping[str, int]
     rows: int
@@ -99,22 +106,22 @@ class Report:
         return self.tokens_total / self.tokens_packed
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for `json.dump`."""
-        differences = [asdict(difference) | {"equal": difference.equal} for difference in self.differences]
+        """Everything, for `json.dump`; a difference that is not a number is None, which JSON has."""
         verdict = {"equal": self.equal, "token_ratio": self.token_ratio}
-        return asdict(self) | {"differences": differences} | verdict
+        return asdict(self) | {"differences": [_difference_as_json(d) for d in self.differences]} | verdict
 
 
-def untracked(items: Iterable[T], what: str, total: int) -> Iterable[T]:
-    """No progress is shown."""
-    return items
+def _difference_as_json(difference: Difference) -> dict[str, Any]:
+    worst = difference.worst if math.isfinite(difference.worst) else None
+    return asdict(difference) | {"worst": worst, "equal": difference.equal}
 
 
 def verify(
     model: str,
     dtype: str | None = None,
     device: str = "cpu",
-    sharing: Sharing = Sharing(),  # noqa: B008
+    attn_implementation: str = "auto",
+    linear_attention: str = BOTH,
     sizes: Sizes = Sizes(),  # noqa: B008
     seed: int = 0,
     layer_by_layer: bool | None = None,
@@ -125,45 +132,49 @@ def verify(
     Args:
         model: a folder, or a name on the hub.
         dtype: one of `DTYPES`; float32 on a CPU and bfloat16 elsewhere when None.
-        device: "cpu" or "cuda".
-        sharing: how the seam shares.
+        device: "cpu", "cuda" or "cuda:N".
+        attn_implementation: of the seam, see `zorro_verl.models.install`.
+        linear_attention: of the seam, or "both" for expand and fork, one after the other.
         sizes: of the batch.
         seed: of its tokens, its shape and the loss.
         layer_by_layer: None decides by the free memory.
         track: wraps what takes long, given what it is and how many there are.
 
     Raises:
-        ValueError: a checkpoint that can't be had or is not supported, a dtype, a device or an attention that isn't
-            there.
+        ValueError: a checkpoint that can't be had, is not supported or gives values that are not finite; a dtype, a
+            device or an attention that isn't there.
     """
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise ValueError(f"device: expected cpu, or cuda where torch finds one, got {device!r}")
+    check_device_name(device)
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device: expected cpu, as torch finds no CUDA here, got {device!r}")
     config = config_of(model)
-    sharing = _runnable(sharing, DTYPES[dtype], device)
     whole = skeleton(config)
-    sharing.install(whole, device)  # refuses before a weight is read
+    batch = ragged_batch(text_tokens(config), sizes, seed, device)
+    ways = _ways(whole, _runnable(attn_implementation, DTYPES[dtype], device), linear_attention, batch.plan)
+    with ways[0].on(whole, torch.device(device).type):  # refuses before a weight is read
+        attention = ways[0].attention_of(whole)
     wide_dtype = None if DTYPES[dtype] in TOLERANCES else _wide_dtype(config, device)
     if layer_by_layer is None:
         layer_by_layer = not _fits(whole, wide_dtype or DTYPES[dtype], device)
-    batch = ragged_batch(text_tokens(config), sizes, seed, device)
     with quiet_loading():
         if layer_by_layer:
-            checkpoint = LayeredCheckpoint(model, config, skeleton(config), DTYPES[dtype], device)
-            differences = _largest(_layers(checkpoint, batch, sharing, wide_dtype, track))
+            checkpoint = LayeredCheckpoint(model, config, whole, DTYPES[dtype], device)
+            differences = _layers(checkpoint, batch, ways, wide_dtype, track)
         else:
-            differences = _whole(load(model, config, DTYPES[dtype], device), batch, sharing, wide_dtype)
+            differences = _whole(load(model, config, DTYPES[dtype], device), batch, ways, wide_dtype, track)
+        differences = _largest(differences)
     plan = batch.plan
     return Report(
         model=model,
         model_class=type(whole).__name__,
         model_type=config.model_type,
         dtype=dtype,
-        device=device if device == "cpu" else torch.cuda.get_device_name(),
-        attention=sharing.attn_implementation,
-        linear_attention=sharing.linear_attention,
+        device=device if device == "cpu" else torch.cuda.get_device_name(device),
+        attention=attention,
+        linear_attention=tuple(way.linear_attention for way in ways if way.linear_attention is not None),
         versions={
             "Python": platform.python_version(),
             "torch": torch.__version__,
@@ -179,40 +190,6 @@ def verify(
         differences=tuple(differences),
         notes=_notes(config, batch),
     )
-
-
-def config_of(model: str) -> PretrainedConfig:
-    """The config of a checkpoint of a supported type."""
-    looks_local = model.startswith((".", "/", "~")) or Path(model).exists()
-    if looks_local and not (Path(model) / "config.json").is_file():
-        raise ValueError(f"model: expected a checkpoint folder with a config.json, got {model!r}")
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model: expected a checkpoint folder or a name on a hub that can be reached, got {model!r} "
-            f"({str(error).strip().splitlines()[0]})"
-        ) from error
-    check_supported(config)
-    return config
-
-
-def load(model: str, config: PretrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The model that veRL would load."""
-    try:
-        loaded, found = auto_class(config).from_pretrained(model, dtype=dtype, output_loading_info=True)
-    except OSError as error:
-        raise ValueError(f"model: {str(error).strip().splitlines()[0]}") from error
-    if lacking := sorted(found["missing_keys"]):  # would be random
-        raise ValueError(f"model: the checkpoint lacks {', '.join(lacking[:3])}{' and more' * (len(lacking) > 3)}")
-    use_runnable_experts(loaded)
-    return loaded.to(device)
-
-
-def skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    """The model that veRL would load, without weights."""
-    with torch.device("meta"):
-        return auto_class(config).from_config(config)
 
 
 def layer_kinds(model: PreTrainedModel) -> Mapping[str, int]:
@@ -238,26 +215,23 @@ def text_tokens(config: PretrainedConfig) -> Tensor:
     return ids[~torch.isin(ids, torch.tensor(sorted(special), dtype=torch.int64))]
 
 
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Within this context, transformers says only what is an error, and shows no progress of its own."""
-    logging = transformers.utils.logging
-    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if had_bars:
-            logging.enable_progress_bar()
-
-
-def _runnable(sharing: Sharing, dtype: torch.dtype, device: str) -> Sharing:
+def _runnable(attn_implementation: str, dtype: torch.dtype, device: str) -> str:
     """On CUDA, flash attention is for 16 bits: what is not chosen becomes the dense reference elsewhere."""
-    if sharing.attn_implementation == "auto" and device != "cpu" and dtype in TOLERANCES:
-        return Sharing("eager", sharing.linear_attention)
-    return sharing
+    return "eager" if attn_implementation == "auto" and device != "cpu" and dtype in TOLERANCES else attn_implementation
+
+
+def _ways(model: PreTrainedModel, attn_implementation: str, linear_attention: str, plan: Plan) -> tuple[Sharing, ...]:
+    """How the seam shares, one comparison each: where there are linear layers, as expand or fork."""
+    if linear_attention not in (BOTH, *LINEAR_ATTENTION):
+        raise ValueError(
+            f"linear_attention: expected one of {', '.join((BOTH, *LINEAR_ATTENTION))}, got {linear_attention!r}"
+        )
+    rules = [mixer.chunk_gated_delta_rule for _, mixer in linear_layers(model)]
+    if not rules:
+        return (Sharing(attn_implementation),)
+    if linear_attention == BOTH:
+        return tuple(Sharing(attn_implementation, way) for way in ("expand", "fork"))
+    return (Sharing(attn_implementation, LinearPlan(plan, linear_attention, takes_cu_seqlens(rules[0])).mode),)
 
 
 def _wide_dtype(config: PretrainedConfig, device: str) -> torch.dtype:
@@ -274,7 +248,7 @@ def _fits(model: PreTrainedModel, dtype: torch.dtype, device: str) -> bool:
 def free_memory(device: str) -> int:
     """Bytes."""
     if device != "cpu":
-        return torch.cuda.mem_get_info()[0]
+        return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
         return 1024 * next(int(line.split()[1]) for line in meminfo.open() if line.startswith("MemAvailable"))
@@ -282,21 +256,26 @@ def free_memory(device: str) -> int:
 
 
 def _whole(
-    model: PreTrainedModel, batch: Batch, sharing: Sharing, wide_dtype: torch.dtype | None
-) -> Iterable[Difference]:
-    wide = None if wide_dtype is None else plain_outcome(widened(model, wide_dtype), batch)
-    plain = plain_outcome(model, batch)
-    with sharing.on(model):
-        shared = shared_outcome(model, batch)
-    return Comparison(batch, model.dtype).differences(plain, shared, wide)
+    model: PreTrainedModel, batch: Batch, ways: Sequence[Sharing], wide_dtype: torch.dtype | None, track: Track
+) -> Iterator[Difference]:
+    wide = None if wide_dtype is None else plain_outcome(widened(model, wide_dtype), batch, track)
+    plain = plain_outcome(model, batch, track)
+    plain.check_finite()
+    tracked = track(ways, "shared calls", len(ways))
+    comparison = Comparison(batch, model.dtype)
+    yield from differences_of(tracked, model, lambda seamed: shared_outcome(seamed, batch), comparison, plain, wide)
 
 
 def _layers(
-    checkpoint: LayeredCheckpoint, batch: Batch, sharing: Sharing, wide_dtype: torch.dtype | None, track: Track
+    checkpoint: LayeredCheckpoint,
+    batch: Batch,
+    ways: Sequence[Sharing],
+    wide_dtype: torch.dtype | None,
+    track: Track,
 ) -> Iterator[Difference]:
     hidden = None
     for layer in track(range(checkpoint.num_layers), "layers", checkpoint.num_layers):
-        differences, hidden = compare_layer(checkpoint, layer, batch, hidden, sharing, wide_dtype)
+        differences, hidden = compare_layer(checkpoint, layer, batch, hidden, ways, wide_dtype)
         yield from differences
 
 
@@ -311,11 +290,16 @@ def _largest(differences: Iterable[Difference]) -> list[Difference]:
 
 
 def _notes(config: PretrainedConfig, batch: Batch) -> tuple[str, ...]:
+    notes = []
     window = getattr(text_config(config), "sliding_window", None)
     kinds = getattr(text_config(config), "layer_types", None)
     if window and (kinds is None or "sliding_attention" in kinds) and batch.plan.longest_row <= window:
-        return (
+        notes.append(
             f"no row reaches beyond the sliding window of {window} tokens (longest: {batch.plan.longest_row}); "
-            "a larger --prompt does",
+            "a larger --prompt does"
         )
-    return ()
+    try:
+        check_training(config, True)
+    except ValueError as error:  # log-probs of an evaluated model are equal all the same
+        notes.append(f"training is refused with this config: {error}")
+    return tuple(notes)
