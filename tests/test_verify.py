@@ -5,6 +5,7 @@ import logging
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -26,10 +27,12 @@ from zorro_verl.equivalence import (
     plain_outcome,
     ragged_batch,
     shared_outcome,
+    widened,
 )
 from zorro_verl.grouping import Rows
 from zorro_verl.layer_loading import LayeredCheckpoint
 from zorro_verl.layerwise import compare_layer
+from zorro_verl.models import SharedPrompt
 from zorro_verl.packing import Plan
 from zorro_verl.varlen import CpuKernels
 from zorro_verl.verify import text_tokens
@@ -81,7 +84,9 @@ def test_tiny_models_are_equal(saved, tmp_path, name, how):
     assert quantities == {"log_probs", "entropy", "gradients"} | (
         {"layer outputs", "input gradients"} if how == LAYERS else set()
     )
-    assert all(difference["tolerance"] == 5e-6 for difference in report["differences"])
+    recurrent = name == "qwen3_5"  # layer by layer, attention layers have their own tolerance
+    allowed = {2e-5, 5e-6} if recurrent and how == LAYERS else {2e-5} if recurrent else {5e-6}
+    assert {difference["tolerance"] for difference in report["differences"]} <= allowed
     assert report["token_ratio"] > 1.5
     assert report["layer_by_layer"] is (how == LAYERS)
 
@@ -90,7 +95,9 @@ def test_tiny_models_are_equal(saved, tmp_path, name, how):
 def test_bfloat16_is_compared_with_float64(saved, tmp_path, how):
     code, report = report_of(saved("qwen3", "bfloat16"), "--dtype", "bfloat16", how, tmp_path=tmp_path)
     assert (code, report["oracle"]) == (0, "float64"), report
-    assert all(0.5 < d["worst"] <= 1.5 and d["measure"] == "error ratio" for d in report["differences"])
+    assert all(d["measure"] == "error ratio" for d in report["differences"])
+    assert all(0.5 < d["worst"] <= 1.8 for d in report["differences"] if d["quantity"] != "gradients")
+    assert all(0.3 < d["worst"] <= 3 for d in report["differences"] if d["quantity"] == "gradients")
 
 
 def test_the_table(saved):
@@ -342,10 +349,51 @@ def outcome(**changes):
 def test_where_a_difference_is(changes, quantity, where):
     tokens = torch.tensor([1, 2, 1, 3])
     batch = Batch(Rows(tokens, torch.tensor([0, 1, 0, 1]), torch.tensor([0, 2, 4]), torch.tensor([1, 1])))
-    comparison = Comparison(batch, torch.float32)
+    comparison = Comparison(batch, tiny_models.build("qwen3", torch.float32))
     assert all(d.equal for d in comparison.differences(outcome(), outcome()))
     (found,) = (d for d in comparison.differences(outcome(), outcome(**changes)) if not d.equal)
     assert (found.quantity, found.where) == (quantity, where)
+
+
+def sixteen_bit(name):
+    """The outcomes of a tiny model in bfloat16: the oracle's, the plain side's, the shared side's."""
+    model = tiny_models.build(name, torch.bfloat16)
+    batch = ragged_batch(torch.arange(1, 57), Sizes())
+    wide, plain = plain_outcome(widened(model, torch.float64), batch), plain_outcome(model, batch)
+    with Sharing().on(model):
+        return Comparison(batch, model), plain, shared_outcome(model, batch), wide
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text", "mixtral"])
+def test_no_gradient_hides_behind_another_in_16_bits(name):
+    comparison, plain, shared, wide = sixteen_bit(name)
+    assert all(d.equal for d in comparison.differences(plain, shared, wide))
+    for parameter, gradient in shared.gradients.items():
+        for factor in (0, -1):
+            broken = replace(shared, gradients={**shared.gradients, parameter: factor * gradient})
+            (found,) = (d for d in comparison.differences(plain, broken, wide) if not d.equal)
+            assert (found.quantity, found.where) == ("gradients", parameter)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_values_in_16_bits(name):
+    """A token that went to another expert by a near-tie is no fault; many tokens that are off are one."""
+    comparison, plain, shared, wide = sixteen_bit(name)
+    log_probs = shared.values["log_probs"]
+    for far, equal in ((1, name == "mixtral"), (len(log_probs) // 2, False)):
+        moved = log_probs.clone()
+        moved[:far] += 0.5
+        broken = replace(shared, values={**shared.values, "log_probs": moved})
+        assert all(d.equal for d in comparison.differences(plain, broken, wide)) is equal
+    log_probs[0] = torch.nan
+    assert not all(d.equal for d in comparison.differences(plain, shared, wide))
+
+
+def test_a_seam_that_ignores_temperature_is_not_equal(saved, monkeypatch):
+    ignored = lambda plan, labels, temperature, **others: SharedPrompt(plan, labels, 1.0, **others)  # noqa: E731
+    monkeypatch.setattr(equivalence, "SharedPrompt", ignored)
+    for how in (WHOLE, LAYERS):
+        assert command(saved("qwen3"), "--dtype", "float32", *SMALL, how).exit_code == 1
 
 
 # Layer by layer.

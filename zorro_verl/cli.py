@@ -203,7 +203,8 @@ def measures(report: Report) -> str:
     """What a difference is a number of."""
     if report.oracle is not None:
         return (
-            f"RMS errors against {report.oracle}, as multiples of the unpatched model's on one unpadded row at a time."
+            f"Errors against {report.oracle}, as multiples of the unpatched model's on one unpadded row at a time: "
+            "RMS over tokens, and of the parameter whose gradient is worst."
         )
     vectors = ", layer outputs to the token's largest" if report.layer_by_layer else ""
     return (

@@ -100,7 +100,7 @@ class Stage:
                 logits = model(input_ids=self.tokens[None, start:stop], use_cache=False).logits[0, prompt - 1 : -1]
             left.append(watched.left.detach()[0])
             if self.weights is None:
-                log_probs, entropy = values_of(logits, batch.labels[where])
+                log_probs, entropy = values_of(logits, batch.labels[where], batch.temperature[where])
                 values[:, where] = torch.stack([log_probs, entropy]).detach()
                 loss = batch.loss(log_probs, entropy, where)
             else:
@@ -176,7 +176,7 @@ def compare_layer(
     plain, left = stage.plain(model)
     where = f"layer {layer}, "
     plain.check_finite(where)
-    comparison = Comparison(batch, checkpoint.dtype, where)
+    comparison = Comparison(batch, model, where)
     differences = list(differences_of(ways, model, stage.shared, comparison, plain, wide))
     # All copies of a shared prompt go on from the same values, also where the kernels round rows of different length
     # differently.

@@ -262,7 +262,7 @@ def _whole(
     plain = plain_outcome(model, batch, track)
     plain.check_finite()
     tracked = track(ways, "shared calls", len(ways))
-    comparison = Comparison(batch, model.dtype)
+    comparison = Comparison(batch, model)
     yield from differences_of(tracked, model, lambda seamed: shared_outcome(seamed, batch), comparison, plain, wide)
 
 
@@ -280,11 +280,11 @@ def _layers(
 
 
 def _largest(differences: Iterable[Difference]) -> list[Difference]:
-    """Of each quantity the one that is furthest from its tolerance, what is not a number first."""
+    """Of each quantity the one that is largest for its tolerance, what is not a number first."""
     largest: dict[str, Difference] = {}
     for difference in differences:
         known = largest.get(difference.quantity)
-        if known is None or (known.worst == known.worst and not difference.worst <= known.worst):
+        if known is None or (known.part == known.part and not difference.part <= known.part):
             largest[difference.quantity] = difference
     return list(largest.values())
 
