@@ -23,8 +23,8 @@ test: setup ## Run every test (ARGS="-k name" is passed to pytest)
 	$(VENV_PYTHON) -m pytest $(ARGS)
 
 # File by file on two processes: fixtures of a file are expensive, and most tests keep one core busy.
-test-fast: setup ## Run the tests that start no Ray cluster, two files at a time
-	$(VENV_PYTHON) -m pytest -m "not ray" -n 2 --dist loadfile $(ARGS)
+test-fast: setup ## Run the tests that start no Ray cluster and take no time, two files at a time
+	$(VENV_PYTHON) -m pytest -m "not ray and not slow" -n 2 --dist loadfile $(ARGS)
 
 test-versions: setup ## Run the model tests under the oldest, a middle and the newest transformers (ARGS="--versions 5.5.3")
 	$(VENV_PYTHON) scripts/check_versions.py $(ARGS)

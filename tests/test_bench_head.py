@@ -43,6 +43,7 @@ def test_without_it_all_logits_are_there_at_once():
     assert peak("none") > LOGITS
 
 
+@pytest.mark.slow
 def test_the_report(tmp_path):
     path = tmp_path / "out.json"
     sizes = ("--rows", 40, "--hidden", 8, "--vocabulary", 997, "--rounds", 1)

@@ -191,6 +191,7 @@ def results(folder):
     return run_ranks(against_verls_worker, 1, folder, interleaved_rows(), timeout=200)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_same_as_verls_worker(results, name):
     result = results[name]

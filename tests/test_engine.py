@@ -150,9 +150,17 @@ def checkpoint(tmp_path_factory):
     [
         pytest.param(1, False, {}, id="one-rank"),
         pytest.param(2, True, {}, id="two-ranks-checkpointing"),
-        pytest.param(2, False, {"max_token_len_per_gpu": 40}, id="two-ranks-groups-cut-by-the-budget"),
-        pytest.param(1, True, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}, id="fixed-size-one"),
-        pytest.param(2, True, {"logits_optimization": "memory"}, id="two-ranks-head-in-chunks"),
+        pytest.param(
+            2, False, {"max_token_len_per_gpu": 40}, id="two-ranks-groups-cut-by-the-budget", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            1,
+            True,
+            {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1},
+            id="fixed-size-one",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(2, True, {"logits_optimization": "memory"}, id="two-ranks-head-in-chunks", marks=pytest.mark.slow),
     ],
 )
 def test_zorro_equals_stock(checkpoint, world_size, checkpointing, settings):
@@ -178,6 +186,7 @@ def fewer_groups_on_one_rank(rank, path):
     return len(output["loss"]), output["metrics"]["zorro/pieces"][0]
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_micro_batch_count(checkpoint):
     (count, pieces), (other_count, _) = run_ranks(fewer_groups_on_one_rank, 2, checkpoint)
     assert count == other_count >= 4
@@ -214,6 +223,7 @@ def data_error_on_one_rank(rank, path):
         engine.forward_backward_batch(verl_batch(good, global_batch_size=8), ppo_loss_function())
 
 
+@pytest.mark.slow
 def test_a_data_error_is_raised_on_every_rank(checkpoint):
     run_ranks(data_error_on_one_rank, 2, checkpoint)
 
@@ -277,6 +287,7 @@ def odd_batches(rank, path):
     assert all(torch.equal(before[name], p.full_tensor()) for name, p in zorro.module.named_parameters())
 
 
+@pytest.mark.slow
 def test_odd_batches_equal_stock(checkpoint):
     run_ranks(odd_batches, 1, checkpoint)
 
@@ -300,6 +311,7 @@ def test_what_cannot_be_shared_is_refused_at_start(checkpoint):
     run_ranks(refused_at_start, 1, checkpoint)
 
 
+@pytest.mark.slow
 def test_another_model_type_is_refused_at_start(tmp_path):
     tiny_model("gpt_neox", dtype=torch.float32).save_pretrained(tmp_path)
     with pytest.raises(AssertionError, match="model_type: expected .*got 'gpt_neox'.*strategy=fsdp2"):
@@ -336,6 +348,7 @@ def lora_equals_stock(rank, path):
     assert worst_gradient(*grads) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_lora_equals_stock(checkpoint):
     run_ranks(lora_equals_stock, 1, checkpoint)
 
@@ -345,5 +358,6 @@ def chunked_entropy_is_compute(rank, path):
     assert engine.options.logits_optimization == "compute"
 
 
+@pytest.mark.slow
 def test_verls_flag_for_chunked_entropy_is_honoured(checkpoint):
     run_ranks(chunked_entropy_is_compute, 1, checkpoint)

@@ -143,6 +143,7 @@ def checkpoints(tmp_path_factory):
     return paths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "checkpointing"), [(1, False), (2, True)])
 def test_every_type_equals_the_plain_model(checkpoints, world_size, checkpointing):
     run_ranks(family, world_size, checkpoints, checkpointing, timeout=300)
@@ -165,6 +166,7 @@ def packed_rows(rank, path):
     return worst
 
 
+@pytest.mark.slow
 def test_verls_packing_leaks_from_row_to_row_where_sharing_does_not(checkpoints):
     """A row that follows another in verl's packed row starts its recurrence from the other's state."""
     (worst,) = run_ranks(packed_rows, 1, checkpoints["qwen3_next"])
@@ -191,5 +193,6 @@ def refused(rank, path):
         engine.infer_batch(batch_of("qwen3_5", text_rows(rank), seed=0))
 
 
+@pytest.mark.slow
 def test_media_that_cannot_be_are_named_on_every_rank(checkpoints):
     run_ranks(refused, 2, checkpoints["qwen3_5"])

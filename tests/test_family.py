@@ -528,6 +528,7 @@ def test_prompts_that_differ_in_one_axis_are_not_shared(axis):
     assert build_plan(rows).num_groups == 4
 
 
+@pytest.mark.slow
 def test_under_the_forwards_that_verl_puts_on_the_classes():
     """They hand none of their keyword arguments on to the mixers, and run the vision tower in every call."""
     run_python(

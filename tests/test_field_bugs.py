@@ -384,6 +384,7 @@ def modes_on_two_ranks(rank, path):
             assert worst_gradient(*grads) <= 2e-5, mode
 
 
+@pytest.mark.slow
 def test_every_aggregation_on_two_ranks(tmp_path):
     """The share of a rank is scaled by the number of ranks once, whatever the aggregation."""
     tiny_model(dtype=torch.float32).save_pretrained(tmp_path)

@@ -436,6 +436,7 @@ def test_embeddings_instead_of_tokens_also_after_generate(name):
         assert model.model.rope_deltas is not None
 
 
+@pytest.mark.slow
 def test_under_the_forwards_that_verl_puts_on_the_classes():
     """They know no logits_to_keep and compute all logits: right where all are asked for, and an error where not."""
     run_python(

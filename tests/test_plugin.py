@@ -188,6 +188,7 @@ LOOK = """
 """
 
 
+@pytest.mark.slow
 def test_without_zorro_and_without_the_cpu_verl_is_as_it_was():
     def look(plugins):
         output = run_python(LOOK, VERL_USE_EXTERNAL_PLUGINS=plugins)

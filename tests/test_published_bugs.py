@@ -308,6 +308,7 @@ def test_b17_padded_tensors(use_unpad):
     assert (a - b).abs().max() <= 1e-10
 
 
+@pytest.mark.slow
 def test_b18_compiled():
     """The compiler met dozens of graph breaks, from reading tensors on the host one by one."""
     torch._dynamo.reset()
