@@ -73,7 +73,8 @@ def section(rows: Sequence[Row]) -> str:
             *(r.text() for r in rows),
             "",
             f"`python scripts/support_matrix.py`: {some.rows} rows, {some.groups} prompts, token ratio "
-            f"{some.token_ratio:.2f}, float64 (allowed: 5e-6, with Gated DeltaNet 2e-5); hybrids with both `expand` and `fork`. Python "
+            f"{some.token_ratio:.2f}, float64 (allowed: 5e-6, with Gated DeltaNet 2e-5); "
+            "hybrids with both `expand` and `fork`. Python "
             f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, "
             f"{hardware()}.",
         )
