@@ -20,7 +20,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from zorro_verl.families import HYBRID_TYPES, SUPPORTED_MODEL_TYPES, check_supported, check_training
 from zorro_verl.linear_attention import LinearPlan
 from zorro_verl.mixers import linear_layers, shared_mixer_of
-from zorro_verl.models import SharedPrompt, install, position_axes, seam_of, uninstall
+from zorro_verl.models import SharedCall, SharedPrompt, install, position_axes, seam_of, uninstall
 from zorro_verl.packing import build_plan
 
 EXACT = 1e-11  # in float64 throughout
@@ -343,7 +343,7 @@ def test_uninstall_leaves_nothing(name):
     model = copy.deepcopy(plain_model(name))
     before = state_of(model)
     install(model)
-    assert all(shared_mixer_of(mixer) for _, mixer in linear_layers(model))
+    assert all(shared_mixer_of(layer) for layer, _ in linear_layers(model))
     install(model)  # once more, in place of the first
     assert all(len(layer._forward_pre_hooks) == 1 for layer, _ in linear_layers(model))
     uninstall(model)
@@ -363,7 +363,7 @@ def test_copies_have_mixers_of_their_own(copied):
     before = state_of(plain_model(name))
     uninstall(twin)
     assert {n: v.keys() for n, v in state_of(twin).items()} == {n: v.keys() for n, v in before.items()}
-    assert not any(shared_mixer_of(mixer) or layer._forward_hooks for layer, mixer in linear_layers(twin))
+    assert not any(shared_mixer_of(layer) or layer._forward_hooks for layer, _ in linear_layers(twin))
     assert seam_of(model) is not None
 
 
@@ -427,24 +427,49 @@ def test_a_layer_that_fails_leaves_no_plan_behind():
     mixer.in_proj_ba.weight.data = mixer.in_proj_ba.weight.data[:, :-1]
     with pytest.raises(RuntimeError):
         shared_call(model, ROWS)
-    assert not shared_mixer_of(mixer).calls
+    assert not shared_mixer_of(layer).calls
 
 
-@pytest.mark.parametrize("kernel", ["causal_conv1d_fn", "chunk_gated_delta_rule"])
-def test_a_kernel_that_is_put_on_an_installed_mixer_is_refused(kernel):
-    """It would run over the packed row as if that were one sequence."""
+def test_packed_sequences_without_a_plan_need_the_packages():
+    """The rule in torch would run them as one, and so would the plain conv."""
     model = installed(plain_model("qwen3_next"))
-    mixers = [mixer for _, mixer in linear_layers(model)]
-    stock = {name: getattr(shared_mixer_of(mixers[0]), name) for name in ("stock_conv", "stock_rule")}
-    setattr(mixers[0], kernel, torch_chunk_gated_delta_rule)
+    _, mixer = linear_layers(model)[0]
+    x = torch.ones(1, 2, 4)
+    with pytest.raises(ValueError, match="cu_seqlens: expected None without flash-linear-attention"):
+        mixer.chunk_gated_delta_rule(x, x, x, g=x, beta=x, cu_seqlens=torch.tensor([0, 1, 2]))
+    with pytest.raises(ValueError, match="seq_idx: expected None without the package causal-conv1d"):
+        mixer.causal_conv1d_fn(x, weight=x[0], bias=None, activation="silu", seq_idx=torch.tensor([[0, 1]]))
+
+
+@pytest.mark.parametrize(("name", "value"), [("s_aux", torch.zeros(2)), ("softcap", 50.0), ("dropout", 0.1)])
+def test_what_no_kernel_computes_is_refused_where_a_layer_hands_it_over(name, value):
+    model, rows = installed(plain_model("qwen3")), flat_rows(ROWS)
+    layer = model.model.layers[0].self_attn
+    call = SharedCall(build_plan(rows), None, True)
+    q, k = torch.zeros(1, 4, rows.num_rows, 8), torch.zeros(1, 2, rows.num_rows, 8)
+    with pytest.raises(ValueError, match=f"{name}: expected none, got it from Qwen3Attention"):
+        call.attention(layer, q, k, k, **{name: value})
+
+
+STOCK = {"causal_conv1d_fn": "stock_conv", "chunk_gated_delta_rule": "stock_rule"}
+
+
+@pytest.mark.parametrize("kernels", [("causal_conv1d_fn",), ("chunk_gated_delta_rule",), tuple(STOCK)])
+def test_kernels_that_are_put_on_an_installed_mixer_are_refused(kernels):
+    """They would run over the packed row as if that were one sequence."""
+    name = "qwen3_next"
+    model = installed(plain_model(name))
+    (layer, mixer), *_ = linear_layers(model)
+    stock = {kernel: getattr(shared_mixer_of(layer), STOCK[kernel]) for kernel in STOCK}
+    for kernel in kernels:
+        setattr(mixer, kernel, stock[kernel])
     with pytest.raises(ValueError, match="kernels that follow the plan"):
         shared_call(model, ROWS)
     uninstall(model)
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer, _ in linear_layers(model))
-    other = {"causal_conv1d_fn": "stock_rule", "chunk_gated_delta_rule": "stock_conv"}[kernel]
-    assert getattr(mixers[0], kernel) is torch_chunk_gated_delta_rule
-    kept = {"stock_conv": "causal_conv1d_fn", "stock_rule": "chunk_gated_delta_rule"}[other]
-    assert getattr(mixers[0], kept) is stock[other]
+    assert {kernel: getattr(mixer, kernel) for kernel in STOCK} == stock
+    install(model)
+    check(name, model)
 
 
 # Positions with axes.

@@ -84,7 +84,16 @@ def test_name_licence_and_python(metadata):
 def test_an_environment_with_verl_needs_nothing_more(requirements):
     """torch, transformers and what the command line needs, which transformers brings; the rest are extras."""
     required = {r.name: r.specifier for r in requirements if not r.marker}
-    assert set(required) == {"torch", "transformers", "packaging", "rich", "typer"}
+    assert set(required) == {
+        "torch",
+        "transformers",
+        "httpx",
+        "huggingface_hub",
+        "packaging",
+        "rich",
+        "safetensors",
+        "typer",
+    }
     assert str(required["torch"]) == ">=2.11"
     in_verl = (Requirement(line) for line in requires("verl"))
     assert required["transformers"] == next(r.specifier for r in in_verl if r.name == "transformers" and not r.marker)

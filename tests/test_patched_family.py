@@ -140,9 +140,9 @@ def test_copies_are_independent(name, clone):
     assert not gradients(model)
     Qwen3ModelOncePatcher(twin).unpatch()
     assert {n: v.keys() for n, v in state_of(twin).items()} == {n: v.keys() for n, v in state_of(plain).items()}
-    assert not any(shared_mixer_of(mixer) or layer._forward_pre_hooks for layer, mixer in linear_layers(twin))
+    assert not any(shared_mixer_of(layer) or layer._forward_hooks for layer, _ in linear_layers(twin))
     assert torch.equal(twin(IDS).logits, plain(IDS).logits)
-    assert all(shared_mixer_of(mixer) for _, mixer in linear_layers(model))
+    assert all(shared_mixer_of(layer) for layer, _ in linear_layers(model))
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe"])
@@ -167,7 +167,7 @@ def test_checkpointing_with_two_forwards_and_a_backward_after_the_block(name, re
     batches = (ROWS, ROWS[2:7])
     with Qwen3ModelPatcher(model):
         losses = [loss_of(call(model, rows)) for rows in batches]
-    assert not any(shared_mixer_of(mixer) for _, mixer in linear_layers(model))
+    assert not any(shared_mixer_of(layer) for layer, _ in linear_layers(model))
     for loss in losses:
         loss.backward()
     for rows in batches:
@@ -196,6 +196,19 @@ def test_a_backward_that_fails_after_the_block_is_cleaned_up_by_the_next():
     loss_of(row_logits(plain, ROWS)).backward()
     assert worst_gradient(gradients(plain), gradients(model)) <= FLOAT32
     assert state_of(model) == before
+
+
+@pytest.mark.slow
+def test_compiled():
+    """The kernels that follow the plan are no business of the compiler's."""
+    model, plain = pair("qwen3_next", torch.float32)
+    patched(model)
+    compiled = torch.compile(model, backend="eager")
+    for rows in (ROWS, ROWS[2:7]):
+        batch = padded_batch(rows)
+        with torch.no_grad():
+            logits = compiled(batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+            assert_rows(row_logits(plain, rows), rows_of(logits, batch["attention_mask"].bool()), FLOAT32)
 
 
 def test_shared_and_cached_calls_in_two_threads():

@@ -25,10 +25,10 @@ def test_the_readme_lists_the_same_types():
 
 
 def test_every_verdict_is_equal_and_within_the_tolerance():
+    hybrids = {name for name, _, layers, *_ in ROWS if "linear" in layers}
     for name, _, _, *numbers, verdict in ROWS:
         assert verdict == "equal", name
-        assert all(float(number) <= 5e-6 for number in numbers), name
-    hybrids = {name for name, _, layers, *_ in ROWS if "linear" in layers}
+        assert all(float(number) <= (2e-5 if name in hybrids else 5e-6) for number in numbers), name
     assert hybrids == {name for name in SUPPORTED_MODEL_TYPES if name.startswith(("qwen3_next", "qwen3_5"))}
 
 

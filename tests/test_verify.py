@@ -389,6 +389,17 @@ def test_values_in_16_bits(name):
     assert not all(d.equal for d in comparison.differences(plain, shared, wide))
 
 
+def test_what_runs_out_of_memory_is_no_difference(saved, monkeypatch):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 MiB")
+
+    monkeypatch.setattr(verify, "shared_outcome", fail)
+    result = command(saved("qwen3"), "--dtype", "float32", *SMALL, WHOLE)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert "could not be made (OutOfMemoryError: CUDA out of memory. Tried" in line
+
+
 def test_a_seam_that_ignores_temperature_is_not_equal(saved, monkeypatch):
     ignored = lambda plan, labels, temperature, **others: SharedPrompt(plan, labels, 1.0, **others)  # noqa: E731
     monkeypatch.setattr(equivalence, "SharedPrompt", ignored)

@@ -145,6 +145,10 @@ def verify(
     except ValueError as error:
         typer.echo(f"zorro-verl verify: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
+    except (RuntimeError, MemoryError) as error:  # out of memory, or a kernel that this device doesn't have
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        typer.echo(f"zorro-verl verify: the comparison could not be made ({reason:.300})", err=True)
+        raise typer.Exit(2) from error
     except KeyboardInterrupt as error:
         typer.echo("zorro-verl verify: interrupted", err=True)
         raise typer.Exit(130) from error

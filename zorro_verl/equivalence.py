@@ -327,10 +327,10 @@ class Comparison:
 
     def _value(self, quantity: str, expected: Tensor, got: Tensor) -> Difference:
         error, measure = (expected - got).abs(), "absolute"
-        if error.dim() > 1:  # vectors: against the largest entry of each
-            error, measure = error.amax(-1) / expected.abs().amax(-1), "relative"
         if quantity == "input gradients":  # a token may have hardly any: against the largest of all
-            error = (expected - got).abs().amax(-1) / expected.abs().max()
+            error, measure = error.amax(-1) / expected.abs().max(), "relative"
+        elif error.dim() > 1:  # vectors: against the largest entry of each
+            error, measure = error.amax(-1) / expected.abs().amax(-1), "relative"
         index = int(error.argmax())  # argmax takes NaN for the largest
         return self._difference(
             quantity, float(error[index]), self.prefix + self._token(quantity, expected, index), measure

@@ -28,7 +28,7 @@ LINEAR_ATTENTION = ("auto", "expand", "fork")
 # What a further round has to save for `auto` to fork, in tokens: a call costs the same whatever it holds. The rule in
 # torch was measured forward and backward, on one and two threads with two head sizes. Where 224 tokens or fewer were
 # saved in very short rows, fork took up to twice as long; from 390 on it was 1.3 to 4.4 times faster. The other figure
-# is for flash-linear-attention, not measured here: 10 ms of host time a call against 0.2 us a token (tree-recurrence).
+# is an estimate for flash-linear-attention: some 10 ms of host time a call against some 0.2 us a token.
 FORK_MIN_TOKENS = 256
 FORK_MIN_TOKENS_VARLEN = 65536
 
@@ -43,9 +43,9 @@ class LinearPlan:
         mode: "expand" scans the rows as they were: one call, but query, key, value, g, beta and output of all N row
             tokens exist at once, the plain model's peak. "fork" scans each packed token once, in one call per round,
             and keeps a float32 state of ``(heads, K, V)`` for each segment that starts from one or leaves one.
-            "auto" takes the faster.
+            "auto" takes what should be faster.
         varlen: True if the rule reads ``cu_seqlens``, as flash-linear-attention's does. False gives it padded
-            batches, because the rule of transformers in torch ignores ``cu_seqlens`` without a word.
+            batches, because the rule of transformers in torch ignores ``cu_seqlens``, or has no such argument.
 
     Attributes:
         mode: "expand" or "fork".

@@ -12,6 +12,7 @@ from __future__ import annotations
 from threading import get_ident
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -57,6 +58,7 @@ class SharedMixer:
         for hook in self.hooks:
             hook.remove()
 
+    @torch.compiler.disable  # looks at the thread
     def enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before the decoder layer runs."""
         if kwargs.get("zorro") is None:
@@ -69,10 +71,12 @@ class SharedMixer:
             )
         self.calls[get_ident()] = kwargs["zorro"]
 
+    @torch.compiler.disable
     def leave(self, layer: nn.Module, args: tuple, output: Any) -> None:
         """After it has, or has failed."""
         self.calls.pop(get_ident(), None)
 
+    @torch.compiler.disable  # indices of this batch: traced, every batch would be compiled anew
     def conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Any = None
     ) -> Tensor:
@@ -95,10 +99,16 @@ class SharedMixer:
         _refuse(seq_idx=seq_idx)
         return causal_conv(stock, x, weight.shape[-1], plan)
 
+    @torch.compiler.disable
     def rule(self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
         """The mixer's ``chunk_gated_delta_rule``: the output ``(B, L, H, V)``, and the final state if asked for."""
         plan = self._plan()
         if plan is None:
+            if options.get("cu_seqlens") is not None and not takes_cu_seqlens(self.stock_rule):
+                raise ValueError(
+                    "cu_seqlens: expected None without flash-linear-attention, got packed sequences; uninstall the "
+                    "seam for this call, or install flash-linear-attention"
+                )
             return self.stock_rule(query, key, value, g=g, beta=beta, **options)
         normalise = options.pop("use_qk_l2norm_in_kernel")
         _refuse(**options)
@@ -134,18 +144,18 @@ def linear_layers(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 def attach_mixers(model: nn.Module) -> None:
     """Let every Gated DeltaNet of ``model`` follow the plan of a call."""
     for layer, mixer in linear_layers(model):
-        if shared_mixer_of(mixer) is None:
+        if shared_mixer_of(layer) is None:
             SharedMixer(layer, mixer).attach()
 
 
 def detach_mixers(model: nn.Module) -> None:
     """Leave every layer of ``model``, which may be a copy of the one that they were attached to, as it was."""
-    for _, mixer in linear_layers(model):
-        if shared := shared_mixer_of(mixer):
+    for layer, _ in linear_layers(model):
+        if shared := shared_mixer_of(layer):
             shared.detach()
 
 
-def shared_mixer_of(mixer: nn.Module) -> SharedMixer | None:
-    """What follows the plan on a mixer, if something does."""
-    owners = (getattr(kernel, "__self__", None) for kernel in (mixer.chunk_gated_delta_rule, mixer.causal_conv1d_fn))
+def shared_mixer_of(layer: nn.Module) -> SharedMixer | None:
+    """What makes the mixer of a decoder layer follow the plan, if something does."""
+    owners = (getattr(hook, "__self__", None) for hook in layer._forward_pre_hooks.values())
     return next((owner for owner in owners if isinstance(owner, SharedMixer)), None)

@@ -3,8 +3,9 @@
 Two things change on an installed model. Its layers read a config that names the attention function registered here, so
 every layer asks it for attention and finds the micro-batch's plan among the forward's keyword arguments; transformers
 hands these through unchanged, also when a checkpointed layer is run again. And the top-level ``forward``, as an
-attribute of this one model, answers calls that carry ``zorro=SharedPrompt(...)`` with log-probs and entropy. A call
-without a plan is the stock forward, and its layers' attention the model's own.
+attribute of this one model, answers calls that carry ``zorro=SharedPrompt(...)`` with log-probs and entropy. Linear
+layers get kernels that follow the plan, too, see `mixers`. A call without a plan is the stock forward, and its layers'
+attention the model's own.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class SharedCall:
     ) -> tuple[Tensor, None]:
         """Attention of one layer, called as transformers calls a registered function."""
         for name in _UNKNOWN_TO_KERNELS & others.keys():
-            if others[name]:
+            if others[name] is not None and not (isinstance(others[name], float) and others[name] == 0):
                 raise ValueError(f"{name}: expected none, got it from {type(module).__name__}; use the plain model")
         window = window_of(module.config, module.layer_idx)
         check_layer_window(module, others.get("sliding_window"), window)

@@ -20,9 +20,8 @@ class ZorroOptions:
             projects in chunks and recomputes them in the backward. Same values and gradients.
         base_strategy: the FSDP version underneath, "fsdp2" or "fsdp".
         linear_attention: for hybrid models, no effect on others: "expand" scans the rows as they were, "fork" starts
-            every response from its prompt's state. "auto" forks where any token is saved by it; with
-            flash-linear-attention, where another call costs more than short prompts, from 65536 saved tokens on for
-            each further call. Same values and gradients, up to rounding.
+            every response from its prompt's state. "auto" forks from 256 saved tokens on, with flash-linear-attention
+            from 65536 on, for each further call that it takes. Same values and gradients, up to rounding.
 
     Raises:
         ValueError: a value outside its choices, with the config key.

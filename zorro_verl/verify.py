@@ -36,7 +36,7 @@ from zorro_verl.equivalence import (
     untracked,
     widened,
 )
-from zorro_verl.families import check_training, text_config
+from zorro_verl.families import check_training, text_config, window_of
 from zorro_verl.layer_loading import LayeredCheckpoint
 from zorro_verl.layerwise import compare_layer
 from zorro_verl.linear_attention import LINEAR_ATTENTION, LinearPlan
@@ -150,6 +150,8 @@ def verify(
     check_device_name(device)
     if device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"device: expected cpu, as torch finds no CUDA here, got {device!r}")
+    if device != "cpu" and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, got {device!r}")
     config = config_of(model)
     whole = skeleton(config)
     batch = ragged_batch(text_tokens(config), sizes, seed, device)
@@ -196,12 +198,10 @@ def layer_kinds(model: PreTrainedModel) -> Mapping[str, int]:
     """How many decoder layers there are of each kind, and how many of them are mixtures of experts."""
     text = text_config(model.config)
     layers = model.get_decoder().layers
-    kinds = getattr(text, "layer_types", None)
-    if kinds is None:
-        windowed = getattr(text, "sliding_window", None) is not None
-        kinds = ["sliding_attention" if windowed else "full_attention"] * len(layers)
+    kinds = list(getattr(text, "layer_types", None) or ["full_attention"] * len(layers))
+    kinds = ["sliding_attention" if window_of(text, i) else kind for i, kind in enumerate(kinds)]
     experts = sum(any(name.endswith("experts") for name, _ in layer.named_modules()) for layer in layers)
-    return Counter(kinds) | ({"mixture_of_experts": experts} if experts else {})
+    return dict(Counter(kinds)) | ({"mixture_of_experts": experts} if experts else {})
 
 
 def text_tokens(config: PretrainedConfig) -> Tensor:
@@ -216,7 +216,11 @@ def text_tokens(config: PretrainedConfig) -> Tensor:
 
 
 def _runnable(attn_implementation: str, dtype: torch.dtype, device: str) -> str:
-    """On CUDA, flash attention is for 16 bits: what is not chosen becomes the dense reference elsewhere."""
+    """Flash attention on CUDA is for 16 bits: what is not chosen becomes the dense reference elsewhere."""
+    if attn_implementation == "flash_attention_2" and dtype in TOLERANCES:
+        raise ValueError(
+            f"attn_implementation: expected eager with {dtype}, got flash_attention_2, which computes in 16 bits"
+        )
     return "eager" if attn_implementation == "auto" and device != "cpu" and dtype in TOLERANCES else attn_implementation
 
 
@@ -291,9 +295,9 @@ def _largest(differences: Iterable[Difference]) -> list[Difference]:
 
 def _notes(config: PretrainedConfig, batch: Batch) -> tuple[str, ...]:
     notes = []
-    window = getattr(text_config(config), "sliding_window", None)
-    kinds = getattr(text_config(config), "layer_types", None)
-    if window and (kinds is None or "sliding_attention" in kinds) and batch.plan.longest_row <= window:
+    text = text_config(config)
+    window = max((window_of(text, layer) or 0 for layer in range(text.num_hidden_layers)), default=0)
+    if batch.plan.longest_row <= window:
         notes.append(
             f"no row reaches beyond the sliding window of {window} tokens (longest: {batch.plan.longest_row}); "
             "a larger --prompt does"
