@@ -1,6 +1,6 @@
 """Tiny random models, one of each supported type, whose predictions, routing and decay matter.
 
-    python scripts/tiny_models.py qwen3_5_moe tiny-checkpoint --dtype bfloat16  # a checkpoint folder without a tokenizer
+    python scripts/tiny_models.py qwen3_5_moe tiny-checkpoint --dtype bfloat16  # a folder without a tokenizer
     python scripts/tiny_models.py --list
 
 A fresh model predicts nearly the same for every input and forgets within a few tokens: a wrong prompt would hardly
