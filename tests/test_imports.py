@@ -56,6 +56,7 @@ MODULES: dict[str, set[str]] = {
     "standalone": {"torch", "tensordict", "transformers", "verl"},
     "data_proto": {"torch", "tensordict", "verl"},
     "actor": {"torch", "tensordict", "transformers", "verl"},
+    "placement": {"torch", "tensordict", "verl"},
     "trainer": {"torch", "tensordict", "verl"},
     "plugin": set(),
     "verify_request": set(),
@@ -77,6 +78,7 @@ INSIDE_FUNCTIONS: dict[str, set[str]] = {
     "varlen": {"flash_attn"},
     "plugin": {"packaging", "torch", "verl"},
     "actor": {"verl"},
+    "placement": {"verl"},
     "trainer": {"verl"},
 }
 
