@@ -33,7 +33,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from zorro_verl.flops import flop_bound_speedup
 from zorro_verl.grouping import Rows, find_prompt_groups
-from zorro_verl.models import SharedPrompt, install
+from zorro_verl.heads import SharedPrompt
+from zorro_verl.models import install
 from zorro_verl.packing import build_plan
 
 CONFIG = Qwen3Config(

@@ -18,9 +18,10 @@ from transformers import AutoConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from zorro_verl.families import HYBRID_TYPES, SUPPORTED_MODEL_TYPES, check_supported, check_training
+from zorro_verl.heads import SharedPrompt
 from zorro_verl.linear_attention import LinearPlan
 from zorro_verl.mixers import linear_layers, shared_mixer_of
-from zorro_verl.models import SharedCall, SharedPrompt, install, position_axes, seam_of, uninstall
+from zorro_verl.models import SharedCall, install, position_axes, seam_of, uninstall
 from zorro_verl.packing import build_plan
 
 EXACT = 1e-11  # in float64 throughout

@@ -45,9 +45,16 @@ def expected(head, temperature, logits=None):
 
 
 def computed(head, mode, temperature=1.0, calculate_entropy=True):
+    return scores(head, mode, temperature, calculate_entropy)[:2]
+
+
+def scores(head, mode, temperature, calculate_entropy, calculate_sum_pi_squared=False):
+    wanted = {"calculate_sum_pi_squared": calculate_sum_pi_squared}
     if mode == "memory":
-        return log_probs_from_hidden(head.hidden, head.weight, head.bias, head.labels, temperature, calculate_entropy)
-    return log_probs_from_logits(head.logits(), head.labels, temperature, calculate_entropy, mode == "compute")
+        head_of = (head.hidden, head.weight, head.bias, head.labels)
+        return log_probs_from_hidden(*head_of, temperature, calculate_entropy, **wanted)
+    chunked = mode == "compute"
+    return log_probs_from_logits(head.logits(), head.labels, temperature, calculate_entropy, chunked, **wanted)
 
 
 def gradients(head, log_prob, entropy):
@@ -100,6 +107,22 @@ def test_without_entropy(mode):
     reference = expected(head, 0.7)[0]
     assert_same([reference], [log_prob])
     assert_same(gradients(head, reference, None), gradients(head, log_prob, None))
+
+
+@pytest.mark.parametrize("mode", LOGITS_OPTIMIZATIONS)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_sum_of_squared_probabilities(mode, entropy):
+    """As verl's formula, without a gradient of its own, and the others keep theirs."""
+    from verl.utils.torch_functional import calculate_sum_pi_squared_from_logits
+
+    head = Head(bias=True, spread=2.0)
+    got = scores(head, mode, PER_ROW, entropy, calculate_sum_pi_squared=True)
+    truth = calculate_sum_pi_squared_from_logits(head.logits() / PER_ROW[:, None])
+    assert_same([truth], [got.sum_pi_squared])
+    assert not got.sum_pi_squared.requires_grad
+    reference = expected(head, PER_ROW)
+    assert_same(gradients(head, reference[0], reference[1] if entropy else None), gradients(head, *got[:2]))
+    assert scores(head, mode, PER_ROW, entropy).sum_pi_squared is None
 
 
 @pytest.mark.parametrize("mode", ["compute", "memory"])

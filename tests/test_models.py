@@ -30,8 +30,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from zorro_verl.attention_kernels import resolve_kernels
 from zorro_verl.families import check_supported
 from zorro_verl.grouping import Rows
+from zorro_verl.heads import SharedPrompt
 from zorro_verl.log_probs import LOGITS_OPTIMIZATIONS
-from zorro_verl.models import SharedPrompt, install, uninstall
+from zorro_verl.models import install, uninstall
 from zorro_verl.packing import build_plan
 from zorro_verl.varlen import CpuKernels
 

@@ -14,10 +14,14 @@ def material(tmp_path_factory):
 
 
 def test_a_hybrid_model_with_a_vision_tower_trains(tmp_path):
-    """Text rows of a checkpoint that verl loads with its vision tower, and whose weights the rollout takes by name."""
+    """Text rows of a checkpoint that verl loads with its vision tower, and whose weights the rollout takes by name.
+
+    Its rows are sliced over two ranks.
+    """
     make_material(tmp_path, "qwen3_5")
-    arguments = [*overrides(tmp_path, "zorro", ranks=1), "actor_rollout_ref.rollout.calculate_log_probs=True"]
-    arguments += ["actor_rollout_ref.rollout.dtype=float32"]
+    arguments = [*overrides(tmp_path, "zorro"), "actor_rollout_ref.rollout.calculate_log_probs=True"]
+    arguments += ["actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.model.use_remove_padding=True"]
+    arguments += ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"]
     code, output = run_trainer(arguments, tmp_path, timeout=360)
     assert code == 0, output[-4000:]
     steps = [step for step in logged_steps(output) if "zorro/token_ratio" in step]

@@ -30,9 +30,9 @@ from zorro_verl.equivalence import (
     widened,
 )
 from zorro_verl.grouping import Rows
+from zorro_verl.heads import SharedPrompt
 from zorro_verl.layer_loading import LayeredCheckpoint
 from zorro_verl.layerwise import compare_layer
-from zorro_verl.models import SharedPrompt
 from zorro_verl.packing import Plan
 from zorro_verl.varlen import CpuKernels
 from zorro_verl.verify import text_tokens

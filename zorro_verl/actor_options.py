@@ -13,17 +13,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, OptimizerConfig
 
-from zorro_verl.options import CONFIG_KEY, ZorroOptions
+from zorro_verl.options import ZorroOptions
 
 # Of verl's model, engine and actor config: what sharing would get wrong or leave without effect. Not here is
 # entropy_checkpointing: the entropy keeps nothing for its backward in any case.
 UNSUPPORTED = (
-    ("ulysses_sequence_parallel_size", 1, "there is no sequence parallelism yet"),
-    ("pad_to_length", False, "packed lengths vary with what is shared"),
     ("use_prefix_grouper", False, "prompts are shared without it"),
-    ("use_fused_kernels", False, f"use {CONFIG_KEY}.logits_optimization=memory, which keeps no logits either"),
     ("use_liger", False, "it is not tested with shared prompts"),
-    ("calculate_sum_pi_squared", False, "it needs logits that are never made; use strategy=fsdp2"),
     ("qat.enable", False, "use strategy=fsdp2"),
     ("router_replay.mode", "disabled", "verl replays routes with other engines than FSDP only"),
 )
@@ -38,6 +34,19 @@ def check_options(config: Any, place: str) -> None:
             value = getattr(value, part, None)
         if value is not None and value != expected:
             raise ValueError(f"{place}.{name}: expected {expected}, got {value}; {instead}")
+    if getattr(config, "enable_activation_offload", False) and not config.enable_gradient_checkpointing:
+        raise ValueError(
+            f"{place}.enable_activation_offload: expected with enable_gradient_checkpointing=True, got it without; verl "
+            "takes different views of an offloaded tensor for the same one, which only inputs of whole layers survive"
+        )
+
+
+def engine_options(engine_config: Any, model_config: Any) -> ZorroOptions:
+    """The options of an engine: what its config brings along, and what verl's own flags ask for."""
+    options = with_chunking(getattr(engine_config, "zorro", None) or ZorroOptions(), engine_config)
+    if model_config.use_fused_kernels:  # no logits are kept, which is what "memory" does
+        return replace(options, logits_optimization="memory")
+    return options
 
 
 def with_chunking(options: ZorroOptions, *configs: Any) -> ZorroOptions:

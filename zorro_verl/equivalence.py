@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from zorro_verl.grouping import Rows, exclusive_cumsum
+from zorro_verl.heads import SharedPrompt
 from zorro_verl.mixers import linear_layers
-from zorro_verl.models import SharedPrompt, install, seam_of, uninstall
+from zorro_verl.models import install, seam_of, uninstall
 from zorro_verl.packing import Plan, build_plan
 from zorro_verl.verify_request import Sizes
 

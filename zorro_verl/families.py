@@ -76,6 +76,15 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     return config.get_text_config()
 
 
+def head_counts(config: PretrainedConfig) -> dict[str, int]:
+    """By the names of the config: heads that sequence parallelism divides over ranks."""
+    text = text_config(config)
+    names = ["num_attention_heads", "num_key_value_heads"]
+    if "linear_attention" in (getattr(text, "layer_types", None) or ()):
+        names.append("linear_num_value_heads")  # their keys and queries come to a mixer's recurrence in as many heads
+    return {name: count for name in names if (count := getattr(text, name, None)) is not None}
+
+
 def auto_class(config: PretrainedConfig) -> type:
     """The class that veRL loads a checkpoint with: with its vision tower where it has one."""
     has_vision = type(config) in AutoModelForImageTextToText._model_mapping.keys()

@@ -6,12 +6,14 @@ With ``z = logits / temperature`` and ``p = softmax(z)``:
     entropy  = -sum_v p_v log p_v               d/dz = -p (log p + entropy)
 
 The second line follows from ``dp_v/dz_u = p_v (1[u = v] - p_u)``. Nothing of size V is kept for the backward but the
-logits themselves, and from hidden states not even those.
+logits themselves, and from hidden states not even those. The sum of squares, ``sum_v p_v**2``, is given without a
+gradient: verl's baselines (``optimal_token_baseline``) take it from a pass that has none.
 """
 
 from __future__ import annotations
 
 from numbers import Real
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +22,19 @@ from torch.autograd.function import once_differentiable
 LOGITS_OPTIMIZATIONS = ("none", "compute", "memory")
 CHUNK_BYTES = 64 << 20  # float32 logits of one chunk in the chunked modes
 MIN_TEMPERATURE = 1e-8  # verl's own floor: temperature 0 gives huge, finite logits
+
+
+class Scores(NamedTuple):
+    """Of each scored token, ``(R,)`` in float32 (float64 for float64 logits); None for what was not asked for.
+
+    Attributes:
+        log_probs, entropy: in nats.
+        sum_pi_squared: the sum of squared probabilities; no gradient.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    sum_pi_squared: Tensor | None
 
 
 def check_temperature(temperature: float | Tensor, num_rows: int | None = None, zero: bool = True) -> float | Tensor:
@@ -46,24 +61,26 @@ def check_temperature(temperature: float | Tensor, num_rows: int | None = None, 
 
 
 def log_probs_from_logits(
-    logits: Tensor, labels: Tensor, temperature: float | Tensor, calculate_entropy: bool, chunked: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropy of given logits.
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor,
+    calculate_entropy: bool,
+    chunked: bool = False,
+    calculate_sum_pi_squared: bool = False,
+) -> Scores:
+    """Log-probs, and what else is asked for, of given logits.
 
     Args:
         logits: ``(R, V)`` of any float dtype, not yet divided by the temperature.
         labels: ``(R,)`` int64.
         temperature: one float, or ``(R,)``.
-        calculate_entropy: else the entropy is None.
+        calculate_entropy, calculate_sum_pi_squared: else these are None.
         chunked: work on `CHUNK_BYTES` of logits at a time, so that no second ``(R, V)`` tensor is made.
-
-    Returns:
-        ``(R,)`` log-probs and entropy in nats, float32 (float64 for float64 logits).
     """
     rows = _rows_per_chunk(logits.shape[1]) if chunked else max(1, logits.shape[0])
     inverse = _inverse_temperature(temperature, logits)
-    log_probs, entropy = _FromLogits.apply(logits, labels, inverse, calculate_entropy, rows)
-    return log_probs, entropy if calculate_entropy else None
+    wanted = (calculate_entropy, calculate_sum_pi_squared)
+    return _wanted(*_FromLogits.apply(logits, labels, inverse, wanted, rows), wanted)
 
 
 def log_probs_from_hidden(
@@ -73,37 +90,39 @@ def log_probs_from_hidden(
     labels: Tensor,
     temperature: float | Tensor,
     calculate_entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropy of ``hidden @ weight.T + bias``, projected in chunks and recomputed in the backward.
+    calculate_sum_pi_squared: bool = False,
+) -> Scores:
+    """The same of ``hidden @ weight.T + bias``, projected in chunks and recomputed in the backward.
 
     At no time are more than `CHUNK_BYTES` of float32 logits alive (a few times that with their temporaries).
 
     Args:
         hidden: ``(R, E)``; weight: ``(V, E)``; bias: ``(V,)`` or None. Under autocast both are cast as a linear is.
-        labels, temperature, calculate_entropy: as in `log_probs_from_logits`.
+        labels, temperature, calculate_entropy, calculate_sum_pi_squared: as in `log_probs_from_logits`.
     """
     hidden, weight, bias = (_autocast(x) for x in (hidden, weight, bias))
     inverse = _inverse_temperature(temperature, hidden)
-    log_probs, entropy = _FromHidden.apply(hidden, weight, bias, labels, inverse, calculate_entropy)
-    return log_probs, entropy if calculate_entropy else None
+    wanted = (calculate_entropy, calculate_sum_pi_squared)
+    return _wanted(*_FromHidden.apply(hidden, weight, bias, labels, inverse, wanted), wanted)
 
 
 class _FromLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, inverse, calculate_entropy, rows):
+    def forward(ctx, logits, labels, inverse, wanted, rows):
         ctx.set_materialize_grads(False)
         stats = [
-            _statistics(logits[part], labels[part], _of(inverse, part), calculate_entropy)
+            _statistics(logits[part], labels[part], _of(inverse, part), wanted)
             for part in _chunks(logits.shape[0], rows)
         ]
-        log_probs, entropy, peak, log_total = (torch.cat(column) for column in zip(*stats, strict=True))
+        log_probs, entropy, squares, peak, log_total = (torch.cat(column) for column in zip(*stats, strict=True))
         ctx.save_for_backward(logits, labels, inverse, peak, log_total, entropy)
         ctx.rows = rows
-        return log_probs, entropy
+        ctx.mark_non_differentiable(squares)
+        return log_probs, entropy, squares
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_log_probs, grad_entropy):
+    def backward(ctx, grad_log_probs, grad_entropy, _):
         logits, *statistics = ctx.saved_tensors
         parts = _chunks(logits.shape[0], ctx.rows)
         grad = torch.empty_like(logits) if len(parts) > 1 else None
@@ -118,21 +137,22 @@ class _FromLogits(torch.autograd.Function):
 
 class _FromHidden(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, inverse, calculate_entropy):
+    def forward(ctx, hidden, weight, bias, labels, inverse, wanted):
         ctx.set_materialize_grads(False)
         ctx.rows = rows = _rows_per_chunk(weight.shape[0])
         stats = []
         for part in _chunks(hidden.shape[0], rows):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
-            stats.append(_statistics(logits, labels[part], _of(inverse, part), calculate_entropy))
+            stats.append(_statistics(logits, labels[part], _of(inverse, part), wanted))
             del logits  # here and below: else the next chunk is made beside this one
-        log_probs, entropy, peak, log_total = (torch.cat(column) for column in zip(*stats, strict=True))
+        log_probs, entropy, squares, peak, log_total = (torch.cat(column) for column in zip(*stats, strict=True))
         ctx.save_for_backward(hidden, weight, bias, labels, inverse, peak, log_total, entropy)
-        return log_probs, entropy
+        ctx.mark_non_differentiable(squares)
+        return log_probs, entropy, squares
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_log_probs, grad_entropy):
+    def backward(ctx, grad_log_probs, grad_entropy, _):
         hidden, weight, bias, *statistics = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -156,17 +176,25 @@ class _FromHidden(torch.autograd.Function):
         return grad_hidden, cast(grad_weight, weight), cast(grad_bias, bias), None, None, None
 
 
+def _wanted(log_probs: Tensor, entropy: Tensor, squares: Tensor, wanted: tuple[bool, bool]) -> Scores:
+    return Scores(log_probs, entropy if wanted[0] else None, squares if wanted[1] else None)
+
+
 def _statistics(
-    logits: Tensor, labels: Tensor, inverse: Tensor | None, calculate_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each row: log-prob, entropy (zero-length when not asked for), largest logit, log-sum-exp relative to it."""
+    logits: Tensor, labels: Tensor, inverse: Tensor | None, wanted: tuple[bool, bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of each row: log-prob, entropy, sum of squares, largest logit, log-sum-exp relative to it.
+
+    Entropy and sum of squares are zero-length when not wanted.
+    """
     peak = logits.amax(-1).to(_statistics_dtype(logits))
     # log_softmax takes the peak away by itself, but after the division by a small temperature its digits are gone.
     log_p = (logits.to(peak.dtype) if inverse is None else _shifted(logits, peak, inverse)).log_softmax(-1)
     log_probs = log_p.gather(-1, labels[:, None])[:, 0]
     log_total = -log_p.amax(-1)
-    entropy = -log_p.exp().mul_(log_p).sum(-1) if calculate_entropy else peak[:0]
-    return log_probs, entropy, peak, log_total
+    entropy = -log_p.exp().mul_(log_p).sum(-1) if wanted[0] else peak[:0]
+    squares = (2 * log_p).exp_().sum(-1) if wanted[1] else peak[:0]
+    return log_probs, entropy, squares, peak, log_total
 
 
 def _logits_grad(

@@ -9,6 +9,7 @@ checkpointing makes of it in the backward.
 
 from __future__ import annotations
 
+import functools
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zorro_verl.linear_attention import LinearPlan, causal_conv, gated_delta_rule
+from zorro_verl.sequence_parallel import Slices
 
 
 class LinearCall(Protocol):
     """What a decoder layer is called with as ``zorro=``."""
+
+    tokens: Slices
 
     def linear_plan(self, varlen: bool) -> LinearPlan:
         """The plan of all linear layers of the call, for kernels that take ``cu_seqlens`` or for others."""
@@ -82,28 +86,36 @@ class SharedMixer:
     ) -> Tensor:
         """The mixer's ``causal_conv1d_fn``: ``(B, C, L)`` -> ``(B, C, L)``."""
 
-        def stock(x: Tensor) -> Tensor:
-            if self.stock_conv is not None:
-                return self.stock_conv(x=x, weight=weight, bias=bias, activation=activation, seq_idx=seq_idx)
-            if seq_idx is not None:
-                raise ValueError(
-                    "seq_idx: expected None without the package causal-conv1d, got packed sequences; uninstall the "
-                    "seam for this call, or install causal-conv1d"
-                )
-            # What every mixer does without a kernel.
-            return F.silu(self.mixer.conv1d(x)[:, :, : x.shape[-1]])
-
-        plan = self._plan()
-        if plan is None:
-            return stock(x)
+        call = self._call()
+        if call is None:
+            return self._stock_conv(x, weight, bias, activation, seq_idx)
         _refuse(seq_idx=seq_idx)
-        return causal_conv(stock, x, weight.shape[-1], plan)
+        tokens = call.tokens
+        (x,) = tokens.to_heads(x[0].T)  # a channel is a head of its own
+        weight, bias = (None if p is None else tokens.own_heads(p) for p in (weight, bias))
+        stock = functools.partial(self._stock_conv, weight=weight, bias=bias, activation=activation)
+        out = causal_conv(stock, x.T[None], weight.shape[-1], self._plan(call))
+        return tokens.to_tokens(out[0].T).T[None]
+
+    def _stock_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Any = None
+    ) -> Tensor:
+        """The mixer's own kernel, or what every mixer does without one."""
+        if self.stock_conv is not None:
+            return self.stock_conv(x=x, weight=weight, bias=bias, activation=activation, seq_idx=seq_idx)
+        if seq_idx is not None:
+            raise ValueError(
+                "seq_idx: expected None without the package causal-conv1d, got packed sequences; uninstall the "
+                "seam for this call, or install causal-conv1d"
+            )
+        channels, width = weight.shape
+        return F.silu(F.conv1d(x, weight[:, None], bias, padding=width - 1, groups=channels)[..., : x.shape[-1]])
 
     @torch.compiler.disable
     def rule(self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
         """The mixer's ``chunk_gated_delta_rule``: the output ``(B, L, H, V)``, and the final state if asked for."""
-        plan = self._plan()
-        if plan is None:
+        call = self._call()
+        if call is None:
             if options.get("cu_seqlens") is not None and not takes_cu_seqlens(self.stock_rule):
                 raise ValueError(
                     "cu_seqlens: expected None without flash-linear-attention, got packed sequences; uninstall the "
@@ -112,12 +124,15 @@ class SharedMixer:
             return self.stock_rule(query, key, value, g=g, beta=beta, **options)
         normalise = options.pop("use_qk_l2norm_in_kernel")
         _refuse(**options)
-        out = gated_delta_rule(self.stock_rule, query, key, value, g, beta, plan, use_qk_l2norm_in_kernel=normalise)
-        return out, None
+        inputs = [x[None] for x in call.tokens.to_heads(*(x[0] for x in (query, key, value, g, beta)))]
+        out = gated_delta_rule(self.stock_rule, *inputs, self._plan(call), use_qk_l2norm_in_kernel=normalise)
+        return call.tokens.to_tokens(out[0])[None], None
 
-    def _plan(self) -> LinearPlan | None:
-        call = self.calls.get(get_ident())
-        return None if call is None else call.linear_plan(takes_cu_seqlens(self.stock_rule))
+    def _call(self) -> LinearCall | None:
+        return self.calls.get(get_ident())
+
+    def _plan(self, call: LinearCall) -> LinearPlan:
+        return call.linear_plan(takes_cu_seqlens(self.stock_rule))
 
 
 def takes_cu_seqlens(rule: Any) -> bool:

@@ -3,16 +3,17 @@
 Two things change on an installed model. Its layers read a config that names the attention function registered here, so
 every layer asks it for attention and finds the micro-batch's plan among the forward's keyword arguments; transformers
 hands these through unchanged, also when a checkpointed layer is run again. And the top-level ``forward``, as an
-attribute of this one model, answers calls that carry ``zorro=SharedPrompt(...)`` with log-probs and entropy. Linear
-layers get kernels that follow the plan, too, see `mixers`. A call without a plan is the stock forward, and its layers'
-attention the model's own.
+attribute of this one model, answers calls that carry ``zorro=SharedPrompt(...)`` with log-probs and entropy, and those
+with ``zorro=SharedValues(...)`` with values. Linear layers get kernels that follow the plan, too, see `mixers`. A call
+without a plan is the stock forward, and its layers' attention the model's own.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,65 +23,40 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from zorro_verl.attention import plan_attention
 from zorro_verl.attention_kernels import resolve_kernels
 from zorro_verl.families import check_causal, check_supported, check_training, text_config, window_of
+from zorro_verl.heads import SharedPrompt, SharedValues
 from zorro_verl.linear_attention import LINEAR_ATTENTION, LinearPlan
-from zorro_verl.log_probs import LOGITS_OPTIMIZATIONS, log_probs_from_hidden, log_probs_from_logits
 from zorro_verl.media import MODEL_INPUTS, Vision
 from zorro_verl.mixers import attach_mixers, detach_mixers
 from zorro_verl.packing import Plan
+from zorro_verl.sequence_parallel import Slices
 from zorro_verl.varlen import Kernels
 
 ATTENTION_NAME = "zorro"
 _NOISE_OF_LAYERS = ("attention_dropout", "residual_dropout", "embedding_dropout", "jitter_noise")
 
 
-class SharedPrompt:
-    """What a call asks of an installed model: ``model(input_ids, position_ids, use_cache=False, zorro=this)``.
-
-    A plain class, since it passes through FSDP2 (see `zorro_verl.packing.Plan`). Router logits and their loss are not
-    computed, whatever the config says: veRL's loss has no part for them.
-
-    Attributes:
-        plan: the plan that packed ``input_ids``.
-        labels: ``(R,)`` int64, the response tokens in the rows' own order.
-        temperature: one float, or ``(R,)``; divides the logits.
-        calculate_entropy: whether the entropy is wanted.
-        logits_optimization: "none" (all response logits at once), "compute" (softmax in chunks) or "memory"
-            (projection in chunks, recomputed in the backward). Same values and gradients from all three.
-    """
-
-    __slots__ = ("plan", "labels", "temperature", "calculate_entropy", "logits_optimization")
-
-    def __init__(
-        self,
-        plan: Plan,
-        labels: Tensor,
-        temperature: float | Tensor = 1.0,
-        calculate_entropy: bool = False,
-        logits_optimization: str = "none",
-    ):
-        if logits_optimization not in LOGITS_OPTIMIZATIONS:
-            raise ValueError(
-                f"logits_optimization: expected one of {LOGITS_OPTIMIZATIONS}, got {logits_optimization!r}"
-            )
-        if labels.shape != plan.label_index.shape:
-            raise ValueError(f"labels: expected {tuple(plan.label_index.shape)}, got {tuple(labels.shape)}")
-        self.plan = plan
-        self.labels = labels
-        self.temperature = temperature
-        self.calculate_entropy = calculate_entropy
-        self.logits_optimization = logits_optimization
-
-
 class SharedCall:
     """What every layer of a call with a plan gets as ``zorro=``: how attention and linear attention run.
 
     A plain class, since it passes through FSDP2 (see `zorro_verl.packing.Plan`).
+
+    Attributes:
+        plan, kernels, split, linear_attention: see `SeamForward`.
+        tokens: how the packed row lies over ranks.
     """
 
-    __slots__ = ("plan", "kernels", "split", "linear_attention", "_linear_plan")
+    __slots__ = ("plan", "kernels", "split", "linear_attention", "tokens", "_linear_plan")
 
-    def __init__(self, plan: Plan, kernels: Kernels | None, split: bool, linear_attention: str = "auto"):
+    def __init__(
+        self,
+        plan: Plan,
+        kernels: Kernels | None,
+        split: bool,
+        linear_attention: str = "auto",
+        tokens: Slices | None = None,
+    ):
         self.plan, self.kernels, self.split, self.linear_attention = plan, kernels, split, linear_attention
+        self.tokens = tokens or Slices(plan.num_tokens)
         self._linear_plan: LinearPlan | None = None
 
     @torch.compiler.disable  # on a CPU a loop over this batch's segments: traced, every batch would be compiled anew
@@ -102,8 +78,9 @@ class SharedCall:
         # Under autocast a normalisation may hand over float32 queries and keys beside bfloat16 values.
         q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        q, k, v = self.tokens.to_heads(q, k, v)
         out = plan_attention(q, k, v, self.plan, scale, self.kernels, self.split, window)
-        return out[None], None
+        return self.tokens.to_tokens(out)[None], None
 
     def linear_plan(self, varlen: bool) -> LinearPlan:
         """The plan of all linear layers of the call, made once."""
@@ -220,17 +197,19 @@ class SeamForward:
         signature = inspect.signature(type(self.model).forward)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
-    def __call__(self, *args: Any, zorro: SharedPrompt | None = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, zorro: SharedPrompt | SharedValues | None = None, **kwargs: Any) -> Any:
         if zorro is None:
             return type(self.model).forward(self.model, *args, **kwargs)
         return self._shared(zorro, *args, **kwargs)
 
-    def _shared(self, zorro: SharedPrompt, input_ids: Tensor, position_ids: Tensor, **others: Any) -> dict[str, Tensor]:
-        """``input_ids`` ``(1, T)`` packed by the plan -> ``log_probs`` (and ``entropy``) ``(R,)``.
+    def _shared(
+        self, zorro: SharedPrompt | SharedValues, input_ids: Tensor, position_ids: Tensor, **others: Any
+    ) -> dict[str, Tensor]:
+        """``input_ids`` ``(1, T)`` packed by the plan -> ``log_probs`` (and what else is asked for) ``(R,)``.
 
         Wrappers such as PEFT's hand on every argument of a stock forward, unset ones as None.
         """
-        model, plan = self.model, zorro.plan
+        model, plan, tokens = self.model, zorro.plan, zorro.tokens
         others = {name: value for name, value in others.items() if value is not None and value is not False}
         media = {name: others.pop(name) for name in MODEL_INPUTS if name in others and Vision.of(model.config)}
         if others:
@@ -245,26 +224,47 @@ class SeamForward:
             raise ValueError(
                 f"position_ids: expected (1, {plan.num_tokens}), the rows' own packed by the plan, got {shape}"
             )
-        hidden = model.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=no_mask(input_ids),
-            use_cache=False,
-            output_hidden_states=False,  # whatever the config says: nobody looks at them
-            output_router_logits=False,
-            zorro=self._layer_call(plan),
-            **media,
-        ).last_hidden_state.squeeze(0)
-        hidden = hidden.index_select(0, plan.predictor_index)
-        log_probs, entropy = _head(model.lm_head, hidden, zorro)
-        return {"log_probs": log_probs, "entropy": entropy} if zorro.calculate_entropy else {"log_probs": log_probs}
+        with _sliced(model, tokens):
+            hidden = model.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_mask=no_mask(input_ids),
+                use_cache=False,
+                output_hidden_states=False,  # whatever the config says: nobody looks at them
+                output_router_logits=False,
+                zorro=self._layer_call(plan, tokens),
+                **media,
+            ).last_hidden_state.squeeze(0)
+        # Prompts fill some slices and responses others: each rank scores its share of the responses, not of its slice.
+        scored = Slices(plan.predictor_index.numel(), tokens.group)
+        hidden = tokens.whole(hidden).index_select(0, scored.own(plan.predictor_index))
+        return {name: scored.whole(values) for name, values in zorro.outputs(model, hidden, scored).items()}
 
-    def _layer_call(self, plan: Plan) -> SharedCall:
+    def _layer_call(self, plan: Plan, tokens: Slices | None = None) -> SharedCall:
         """What every layer of a call gets, after the checks that need the call."""
         check_causal(text_config(self.model.config))
         check_training(self.model.config, self.model.training)
         check_noise(self.model)
-        return SharedCall(plan, self.kernels, self.split, self.linear_attention)
+        return SharedCall(plan, self.kernels, self.split, self.linear_attention, tokens)
+
+
+@contextmanager
+def _sliced(model: PreTrainedModel, tokens: Slices) -> Iterator[None]:
+    """Let the text backbone, and what is below it, see this rank's slice; a vision tower before it sees all."""
+    if tokens.whole_here:
+        yield
+        return
+
+    def slice_inputs(backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        dims = {"input_ids": -1, "position_ids": -1, "inputs_embeds": 1}
+        own = {name: tokens.own(kwargs[name], dim) for name, dim in dims.items() if kwargs.get(name) is not None}
+        return args, kwargs | own
+
+    hook = model.get_decoder().register_forward_pre_hook(slice_inputs, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class LayerConfig:
@@ -298,30 +298,6 @@ def seam_of(model: PreTrainedModel) -> SeamForward | None:
 
 def _is_led(module: nn.Module) -> bool:
     return getattr(module.__dict__.get("config"), "_attn_implementation", None) == ATTENTION_NAME
-
-
-def _head(lm_head: nn.Module, hidden: Tensor, zorro: SharedPrompt) -> tuple[Tensor, Tensor | None]:
-    if zorro.logits_optimization != "memory":
-        chunked = zorro.logits_optimization == "compute"
-        return log_probs_from_logits(lm_head(hidden), zorro.labels, zorro.temperature, zorro.calculate_entropy, chunked)
-    if not isinstance(lm_head, nn.Linear):
-        raise ValueError(
-            f"logits_optimization=memory: expected a plain linear lm_head, got {type(lm_head).__name__}; "
-            "use logits_optimization=compute"
-        )
-    # The head is called as a module, with another forward for this call: FSDP may have wrapped it by itself, and then
-    # its weight is whole between the hooks of a call only.
-    lm_head.forward = functools.partial(_project, lm_head, zorro)
-    try:
-        return lm_head(hidden)
-    finally:
-        del lm_head.forward
-
-
-def _project(lm_head: nn.Linear, zorro: SharedPrompt, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-    return log_probs_from_hidden(
-        hidden, lm_head.weight, lm_head.bias, zorro.labels, zorro.temperature, zorro.calculate_entropy
-    )
 
 
 def install(
@@ -365,7 +341,7 @@ def kernels_for(model: PreTrainedModel, attn_implementation: str, device: str | 
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
     check_supported(model.config)
-    if not (hasattr(model, "model") and hasattr(model, "lm_head")):
+    if not (hasattr(model, "model") and (hasattr(model, "lm_head") or hasattr(model, "score"))):
         raise ValueError(f"model: expected a ...ForCausalLM with a backbone and lm_head, got {type(model).__name__}")
     return resolve_kernels(attn_implementation, device or next(model.parameters()).device.type)
 
