@@ -1,6 +1,7 @@
 """Where rows go: groups whole wherever they fit, every row exactly once, budgets and cell sizes kept."""
 
 import random
+import time
 from functools import partial
 
 import pytest
@@ -126,6 +127,24 @@ def test_balance_never_breaks_the_budget():
     assert split_micro_batches(*batch, budget=6) == [[0, 1], [2, 3, 4]]
 
 
+def test_more_micro_batches_than_a_full_packing_has_cut_no_group():
+    """Eleven groups of 5 tokens and twelve of 3 fill ten micro-batches of 10, and another rank needs eleven.
+
+    Spread over eleven, the largest first, they would be 5 + 3 each, and the last 3 over the budget in any of them: one
+    of the ten is parted instead, between two groups.
+    """
+    batch = batch_of([(4, [1])] * 11 + [(2, [1])] * 12)
+    assert len(split_micro_batches(*batch, budget=10)) == 10
+    batches = split_micro_batches(*batch, budget=10, min_count=11)
+    assert len(batches) == 11
+    assert sorted(r for b in batches for r in b) == list(range(23))
+    assert max(tokens_of(batch, b) for b in batches) <= 10
+    twice = batch_of([(3, [1, 1])] * 11 + [(1, [1, 1])] * 12)
+    batches = split_micro_batches(*twice, budget=10, min_count=11)
+    assert len(batches) == 11
+    assert pieces_of(twice, batches) == [1] * 23
+
+
 @hypothesis_settings(max_examples=400)
 @given(groups=GROUPS, seed=SEED, slack=st.integers(0, 120), more=st.integers(0, 8))
 def test_micro_batches_keep_their_promises(groups, seed, slack, more):
@@ -156,16 +175,18 @@ def test_the_number_of_micro_batches_is_near_the_least_possible():
         assert len(batches) <= 11 / 9 * least + 1, seed
 
 
-def test_four_thousand_rows_take_no_time():
-    """Host arithmetic between two steps: seconds here would be seconds of every step."""
-    import time
-
+def test_thousands_of_rows_take_no_time():
+    """Host arithmetic between two steps: seconds here would be seconds of every step. It takes 10 to 30 ms."""
     rng = random.Random(0)
-    batch = batch_of([(rng.randint(100, 900), [rng.randint(1, 400) for _ in range(8)]) for _ in range(512)], 1)
-    start = time.process_time()
-    split_micro_batches(*batch, budget=16384)
-    place_groups(*batch, num_ranks=8, num_mini_batches=4)
-    assert time.process_time() - start < 2
+    for most, num_mini_batches in ((8, 1), (8, 4), (16, 4)):
+        sizes = [rng.randint(1, most) for _ in range(1024)] if most == 16 else [most] * 1024
+        sizes[0] += -sum(sizes) % (64 * num_mini_batches)
+        batch = batch_of([(rng.randint(100, 900), [rng.randint(1, 400) for _ in range(n)]) for n in sizes], 1)
+        start = time.process_time()
+        place_groups(*batch, num_ranks=64, num_mini_batches=num_mini_batches)
+        assert time.process_time() - start < 0.2
+        split_micro_batches(*batch, budget=16384)
+        assert time.process_time() - start < 2
 
 
 # Placement over ranks and mini-batches.
@@ -216,6 +237,88 @@ def test_unequal_groups_are_cut_no_more_than_they_must(sizes, num_ranks, pieces)
     assert pieces_of(batch, cells_of(place_groups(*batch, num_ranks, 1), num_ranks, 1)) == pieces
 
 
+def fewest_cuts(sizes, num_cells):
+    """Over all ways to part the groups into sets that fill cells exactly: a set that fills k cells takes k - 1 cuts."""
+    cell = sum(sizes) // num_cells
+    total, most_sets = [0], [0]
+    for chosen in range(1, 1 << len(sizes)):
+        members = [g for g in range(len(sizes)) if chosen >> g & 1]
+        total.append(total[chosen ^ 1 << members[0]] + sizes[members[0]])
+        most_sets.append(max(most_sets[chosen ^ 1 << g] for g in members) + (total[chosen] % cell == 0))
+    return num_cells - most_sets[-1]
+
+
+def test_cuts_are_as_few_as_brute_force_finds():
+    total = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        num_cells, most = rng.randint(2, 6), rng.choice((4, 8, 12))
+        sizes = [rng.randint(1, most) for _ in range(rng.randint(4, 10))]
+        sizes[0] += -sum(sizes) % num_cells
+        batch = batch_of([(5, [4] * n) for n in sizes], seed)
+        pieces = pieces_of(batch, cells_of(place_groups(*batch, num_cells, 1), num_cells, 1))
+        assert sum(pieces) - len(pieces) == fewest_cuts(sizes, num_cells), seed
+        total += sum(pieces) - len(pieces)
+    assert total > 100, "too easy"
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 2, 3, 3, 5), (3, 4, 4, 5, 6, 7, 7, 7, 8)])
+def test_neither_way_to_choose_is_enough(sizes):
+    """Over three cells: where alike cells need a cut and the largest groups first do not, and the other way round."""
+    batch = batch_of([(5, [4] * n) for n in sizes], seed=0)
+    assert pieces_of(batch, cells_of(place_groups(*batch, 3, 1), 3, 1)) == [1] * len(sizes)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_mini_batches"), [(8, 1), (8, 2), (16, 1), (32, 2)])
+def test_ragged_groups_that_are_many_fit_without_a_cut(num_ranks, num_mini_batches):
+    """What filters and partial rollouts leave: sizes from 1 to 8. No cut at all is the least there can be."""
+    for seed in range(5):
+        rng = random.Random(seed)
+        sizes = [rng.randint(1, 8) for _ in range(256)]
+        sizes += [1] * (-sum(sizes) % (num_ranks * num_mini_batches))
+        batch = batch_of([(rng.randint(50, 1500), [rng.randint(1, 500) for _ in range(n)]) for n in sizes], seed)
+        cells = cells_of(place_groups(*batch, num_ranks, num_mini_batches), num_ranks, num_mini_batches)
+        assert pieces_of(batch, cells) == [1] * len(sizes)
+
+
+def test_the_shortest_prompt_is_cut():
+    """Two cells of six rows, three groups of four: one has to be cut, and its prompt is what is computed twice."""
+    for shortest in range(3):
+        batch = batch_of([(3 if g == shortest else 90, [1] * 4) for g in range(3)])
+        pieces = pieces_of(batch, cells_of(place_groups(*batch, 2, 1), 2, 1))
+        assert pieces == [2 if g == shortest else 1 for g in range(3)]
+
+
+def test_groups_longer_than_a_mini_batch_are_cut_over_the_mini_batches_of_one_rank():
+    """Scoring passes see all of a rank's rows at once, and find these groups whole."""
+    rng = random.Random(2)
+    batch = batch_of([(rng.randint(20, 900), [rng.randint(3, 90) for _ in range(8)]) for _ in range(4)], seed=2)
+    order = place_groups(*batch, num_ranks=4, num_mini_batches=2)
+    assert pieces_of(batch, cells_of(order, 4, 2)) == [2] * 4
+    assert pieces_of(batch, cells_of(order, 4, 1)) == [1] * 4
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_fillers_go_where_groups_leave_room_and_are_spread(num_ranks):
+    """Nine groups of four in 64 rows: three mini-batches get two of them and one three, none only padding."""
+    batch = batch_of([(20, [3] * 4)] * 9 + [(127, [1] * 28)])
+    fillers = range(36, 64)
+    order = place_groups(*batch, num_ranks, 4, fillers)
+    assert sorted(order) == list(range(64))
+    cells = cells_of(order, num_ranks, 4)
+    assert pieces_of(batch, cells)[:9] == [1] * 9
+    real = [sum(row < 36 for cell in cells[m::4] for row in cell) for m in range(4)]
+    assert sorted(real) == [8, 8, 8, 12]
+
+
+def test_whole_ranks_are_balanced_too():
+    """Mini-batches whose heaviest cell lay always on the first rank would make that rank the slowest scorer."""
+    batch = batch_of([(500 + 400 * (g % 4), [50] * 2) for g in range(64)])
+    order = place_groups(*batch, num_ranks=4, num_mini_batches=16)
+    work = [sum(packed_work(batch[1][row], [50, 50]) for row in rank[::2]) for rank in cells_of(order, 4, 1)]
+    assert max(work) / min(work) < 1.01
+
+
 @hypothesis_settings(max_examples=400)
 @given(groups=GROUPS, seed=SEED, cells=st.sampled_from(CELLS))
 def test_placement_keeps_its_promises(groups, seed, cells):
@@ -256,8 +359,8 @@ def test_ranks_are_as_balanced_as_karmarkar_karp_makes_them(num_ranks):
         theirs = [sum(work[g] for g in part) for part in partitions]
         assert sum(ours) == pytest.approx(sum(theirs))
         ratios.append(max(ours) / max(theirs))
-    assert max(ratios) <= 1.05, max(ratios)
-    assert sum(ratios) / len(ratios) <= 1.01
+    assert max(ratios) <= 1.005, max(ratios)
+    assert sum(ratios) / len(ratios) <= 1.001
 
 
 def test_a_tight_fit_is_found_where_spreading_by_load_would_cut():

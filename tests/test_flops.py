@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from zorro_verl.families import SUPPORTED_MODEL_TYPES
-from zorro_verl.flops import flop_bound_speedup
+from zorro_verl.flops import ModelWork, Work, flop_bound_speedup
 
 # Per token: linear layers 2 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 10) = 864, head 8 * 50 = 400. Per pair: 2 * 2 * 8 = 32.
 SIZES = {
@@ -36,6 +36,26 @@ def test_groups_add_up():
     as_they_are = 864 * (10 + 10) + 32 * (31 + 3 + 10 + 10) + 400 * (4 + 4)
     packed = 864 * (7 + 6) + 32 * (25 + 3 + 7 + 7) + 400 * (4 + 4)
     assert bound((3, [1, 3]), (2, [0, 2, 2])) == as_they_are / packed
+
+
+def test_work_of_rows():
+    """One layer's numbers twice: 864 per token, 32 per pair, 400 per response token, over a shared prompt of 3."""
+    model = ModelWork.of(SimpleNamespace(**SIZES))
+    assert model.of_groups([(3, [1, 3])]) == Work(864 * 10 + 32 * 31 + 400 * 4, 864 * 7 + 32 * 25 + 400 * 4)
+    assert model.of_groups([(3, [1, 3]), (2, [5])]).executed == 864 * 14 + 32 * (25 + 28) + 400 * 9
+    assert model.of_groups([]) == Work(0, 0)
+
+
+def test_work_with_attention_on_the_rows_as_they_were():
+    """Of the second row's prompt its linear layers are saved, its 6 pairs are not."""
+    work = ModelWork.of(SimpleNamespace(**SIZES)).of_groups([(3, [1, 3])], share_attention=False)
+    assert work == Work(864 * 10 + 32 * 31 + 400 * 4, 864 * 7 + 32 * 31 + 400 * 4)
+
+
+def test_work_of_a_value_model():
+    """A head with one output."""
+    work = ModelWork.of(SimpleNamespace(**SIZES | {"vocab_size": None}), head_features=1).of_groups([(3, [1, 3])])
+    assert work == Work(864 * 10 + 32 * 31 + 8 * 4, 864 * 7 + 32 * 25 + 8 * 4)
 
 
 def test_nothing_shared():

@@ -4,12 +4,14 @@ from itertools import chain
 
 import pytest
 
+from zorro_verl.flops import Work
 from zorro_verl.metrics import FALLBACK_REASONS, ShareCounts, skipped_step_metric
 
 NAMES = {
     "zorro/tokens_total",
     "zorro/tokens_packed",
     "zorro/token_ratio",
+    "zorro/flop_ratio",
     "zorro/groups",
     "zorro/groups_split",
     "zorro/skipped_steps",
@@ -18,12 +20,13 @@ NAMES = {
 
 
 def counts_of(*micro_batches):
-    """Counts of micro-batches given as ``{prompt: rows}``: prompts of 10 tokens, responses of 2."""
+    """Counts of micro-batches given as ``{prompt: rows}``: prompts of 10 tokens, responses of 2, 7 and 3 of work."""
     counts = ShareCounts()
     for groups in micro_batches:
         rows = sum(groups.values())
         fingerprints = [prompt for prompt, n in groups.items() for _ in range(n)]
-        counts.add_micro_batch(12 * rows, 10 * len(groups) + 2 * rows, fingerprints)
+        work = Work(10 * rows, 7 * len(groups) + 3 * rows)
+        counts.add_micro_batch(12 * rows, 10 * len(groups) + 2 * rows, fingerprints, [False] * rows, work)
     return counts
 
 
@@ -67,6 +70,7 @@ def test_totals_over_ranks_and_mini_batches():
     assert step["zorro/tokens_total"] == 8 * 4 * 12
     assert step["zorro/tokens_packed"] == 8 * (10 + 4 * 2)
     assert step["zorro/token_ratio"] == pytest.approx(384 / 144)
+    assert step["zorro/flop_ratio"] == pytest.approx(8 * 4 * 10 / (8 * (7 + 4 * 3)))
     assert step["zorro/groups"] == 8
     assert step["zorro/groups_split"] == 0
     assert step["zorro/skipped_steps"] == 1
@@ -92,8 +96,8 @@ def test_a_group_cut_over_micro_batches_and_ranks_is_one_group():
 def test_rows_with_media_count_where_they_could_have_been_shared():
     """Rows of prompt "a" stay alone on two ranks, beside one of it without media; "b" has one row, "c" is cut."""
     counts = [ShareCounts() for _ in range(2)]
-    counts[0].add_micro_batch(60, 50, "aaabc", [True, True, False, True, False])
-    counts[1].add_micro_batch(36, 34, "acc", [True, False, False])
+    counts[0].add_micro_batch(60, 50, "aaabc", [True, True, False, True, False], Work(60, 50))
+    counts[1].add_micro_batch(36, 34, "acc", [True, False, False], Work(36, 34))
     step = ShareCounts.pop_from(trained([counts])).step_metrics(epochs=1)
     assert step["zorro/fallback/multimodal"] == 3
     assert step["zorro/fallback/group_cut"] == 1
@@ -105,7 +109,7 @@ def test_a_row_that_is_alone_in_its_group_is_no_fallback():
     step = counts_of({"a": 1, "b": 1}, {"c": 1}).step_metrics(epochs=1)
     assert step["zorro/groups"] == 3
     assert step["zorro/groups_split"] == step["zorro/fallback/group_cut"] == 0
-    assert step["zorro/token_ratio"] == 1
+    assert step["zorro/token_ratio"] == step["zorro/flop_ratio"] == 1
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
@@ -117,13 +121,32 @@ def test_epochs_see_each_group_again(epochs):
     assert step["zorro/groups_split"] == epochs
     assert step["zorro/fallback/group_cut"] == epochs
     assert step["zorro/tokens_total"] == 9 * 12 * epochs
+    assert step["zorro/flop_ratio"] == pytest.approx(9 * 10 / (4 * 7 + 9 * 3))  # "c" is computed twice an epoch
 
 
 def test_log_probs_are_gathered_one_level_deeper():
     counts = ShareCounts.pop_from(metrics := inferred([counts_of({"a": 4}), counts_of({"b": 2}, {"c": 2})]))
     assert metrics == {"loss": 0.0}
     assert counts.token_ratio == pytest.approx(8 * 12 / (30 + 16))
+    assert counts.flop_ratio == pytest.approx(8 * 10 / (3 * 7 + 8 * 3))
     assert counts.summary()["groups"] == 3
+
+
+def test_utilisation_of_what_was_executed():
+    """verl's number counts 80 of work, 45 of which was executed."""
+    counts = counts_of({"a": 4}, {"b": 2, "c": 2})
+    assert counts.executed_mfu(0.4) == pytest.approx(0.4 * 45 / 80)
+    assert counts_of({"a": 1}, {"b": 1}).executed_mfu(0.4) == 0.4, "the same number where nothing is shared"
+    assert ShareCounts().executed_mfu(0.4) == 0
+
+
+def test_work_of_large_models_is_added_exactly():
+    """A 70B model on a million tokens is past what a float holds to the last digit, and so is its sum."""
+    counts = ShareCounts()
+    for work in (Work(10**17 + 1, 10**16 + 1), Work(1, 1)):
+        counts.add_micro_batch(2, 2, "a", [False], work)
+    total = ShareCounts.pop_from(trained([[counts, counts]]))
+    assert (total.work_counted, total.work_executed) == (2 * 10**17 + 4, 2 * 10**16 + 4)
 
 
 def test_metrics_of_another_engine_are_left_alone():

@@ -1,6 +1,7 @@
 """verl's own trainer on the CPU with ``actor.strategy=zorro``: Ray, FSDP2 over gloo, a reference policy, validation."""
 
 import pytest
+from test_throughput import documented_metrics
 from tiny_run import logged_steps, make_material, overrides, run_trainer
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -62,6 +63,11 @@ def test_one_override_trains_with_whole_groups(material):
         for name in ("zorro/token_ratio_best", "zorro/old_log_prob/token_ratio", "zorro/ref/token_ratio"):
             assert step["zorro/token_ratio"] == pytest.approx(step[name]), name
         assert step["zorro/token_ratio"] > 1.5
+        assert 1 < step["zorro/flop_ratio"] < step["zorro/token_ratio"]
+        assert step["zorro/mfu_executed"] == pytest.approx(step["perf/mfu/actor"] / step["zorro/flop_ratio"])
+        assert step["zorro/mfu_executed"] > 0
+        assert step["zorro/throughput_executed"] == pytest.approx(step["perf/throughput"] / step["zorro/token_ratio"])
+        assert {name for name in step if name.startswith("zorro/")} <= set(documented_metrics())
         assert not any(name.startswith("actor/zorro") for name in step)
         # The rollout server is a plain model: had the engine scored other tokens, these would part.
         assert step["training/rollout_probs_diff_max"] < 1e-5
@@ -69,3 +75,34 @@ def test_one_override_trains_with_whole_groups(material):
     assert steps[0]["actor/grad_norm"] > 0
     assert any("val-core" in name or "val-aux" in name for step in logged_steps(output) for name in step)
     assert (material / "checkpoints" / "global_step_2" / "actor").is_dir()
+
+
+def test_a_critic_shares_prompts_too(material):
+    """PPO with GAE: values and updates over whole groups, two mini-batches in two epochs, drawn by group."""
+    precision = [f"+critic.fsdp.mixed_precision.{kind}_dtype=fp32" for kind in ("param", "reduce", "buffer")]
+    arguments = [
+        *overrides(material, "zorro"),
+        *precision,
+        "algorithm.adv_estimator=gae",
+        "critic.strategy=zorro",
+        f"critic.model.path={material}/model",
+        "critic.optim.lr=1e-3",
+        "critic.ppo_mini_batch_size=2",
+        "critic.ppo_micro_batch_size_per_gpu=4",
+        "+critic.ppo_infer_max_token_len_per_gpu=192",
+        "critic.ppo_epochs=2",
+        "critic.shuffle=True",
+    ]
+    code, output = run_trainer(arguments, material, timeout=360)
+    assert code == 0, output[-4000:]
+    steps = [step for step in logged_steps(output) if "zorro/token_ratio" in step]
+    assert len(steps) == 2, output[-4000:]
+    for step in steps:
+        for name in ("zorro/token_ratio", "zorro/values/token_ratio", "zorro/critic/token_ratio"):
+            assert step[name] == pytest.approx(step["zorro/token_ratio_best"]), name
+        assert step["zorro/token_ratio_best"] > 1.5
+        assert not any(name.startswith("critic/zorro") for name in step)
+        assert step["critic/grad_norm"] > 0
+        assert step["critic/returns/max"] > 0
+    # The critic's weights moved between the two, and with them what it says.
+    assert steps[0]["critic/values/mean"] != pytest.approx(steps[1]["critic/values/mean"], rel=1e-3)

@@ -8,6 +8,7 @@ from tiny import tiny_model
 
 GROUP = ["hydra.searchpath=[pkg://zorro_verl.configs]", "actor@actor_rollout_ref.actor=zorro_actor"]
 MODEL = "actor_rollout_ref.model"
+TOP_K = ["distillation.enabled=True", "distillation.distillation_loss.loss_mode=forward_kl_topk"]
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +51,13 @@ def test_options_work_without_the_group(folder):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "ulysses_sequence_parallel_size"),
-        ([f"{MODEL}.use_fused_kernels=True"], "use_fused_kernels"),
         (["actor_rollout_ref.actor.use_prefix_grouper=True"], "use_prefix_grouper"),
-        (["distillation.enabled=True"], "distillation.enabled"),
-        (["critic.strategy=zorro"], "critic.strategy"),
-        (["trainer.v1.trainer_mode=separate_async"], "trainer_mode"),
+        (
+            [*TOP_K, "+actor_rollout_ref.actor.zorro.logits_optimization=memory"],
+            "zorro.logits_optimization: expected none or compute.*got memory",
+        ),
+        ([*TOP_K, f"{MODEL}.use_fused_kernels=True"], "use_fused_kernels"),
+        ([*TOP_K, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "ulysses_sequence_parallel_size"),
         ([f"+{MODEL}.override_config.attention_dropout=0.1"], "attention_dropout.*override_config"),
         ([f"+{MODEL}.override_config.model_type=gpt_neox"], "model_type.*strategy=fsdp2"),
     ],
@@ -63,6 +65,19 @@ def test_options_work_without_the_group(folder):
 def test_bad_runs_stop_on_the_driver(folder, overrides, message):
     with pytest.raises(ValueError, match=message):
         prepared(folder, "actor_rollout_ref.actor.strategy=zorro", *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.v1.trainer_mode=separate_async"],
+        [f"{MODEL}.use_fused_kernels=True", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"],
+        [*TOP_K, "+actor_rollout_ref.actor.zorro.logits_optimization=compute"],
+        ["distillation.enabled=True", f"{MODEL}.use_fused_kernels=True"],  # its loss is one of log-probs
+    ],
+)
+def test_good_runs_pass(folder, overrides):
+    prepared(folder, "actor_rollout_ref.actor.strategy=zorro", *overrides)
 
 
 def test_a_config_with_a_text_part_is_checked_there(tmp_path):

@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pandas
 import tiny_models
@@ -109,8 +111,11 @@ def overrides(folder, strategy, steps=2, ranks=2):
     ]
 
 
-def run_trainer(arguments, folder, timeout=240):
-    """``python -m verl.trainer.main_ppo`` with ``arguments`` in a process group of its own -> (exit code, output)."""
+def run_trainer(arguments, folder, timeout=240, meanwhile=None):
+    """``python -m verl.trainer.main_ppo`` with ``arguments`` in a session of its own -> (exit code, output).
+
+    ``meanwhile(session, output)`` is called ten times a second with the session's id and the output so far.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "RAY_"))}
     environment |= {
         "OMP_NUM_THREADS": "1",
@@ -121,17 +126,39 @@ def run_trainer(arguments, folder, timeout=240):
         "TOKENIZERS_PARALLELISM": "false",
     }
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments, f"hydra.run.dir={folder}/hydra"]
-    with open(folder / "run.log", "w+") as log:
+    path = folder / "run.log"
+    with open(path, "w") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=environment, start_new_session=True
         )
         try:
-            code = process.wait(timeout)
+            code = _wait(process, timeout, path, meanwhile)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # whatever of the run's Ray is left
-        log.seek(0)
-        return code, log.read()
+    return code, path.read_text(errors="replace")
+
+
+def _wait(process, timeout, log, meanwhile):
+    if meanwhile is None:
+        return process.wait(timeout)
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        meanwhile(process.pid, log.read_text(errors="replace"))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(0.1)
+    raise subprocess.TimeoutExpired(process.args, timeout)
+
+
+def worker_of(session, name):
+    """The id of one Ray actor of class ``name`` among the processes of ``session``, which `run_trainer` started."""
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):
+            pid = int(folder.name)
+            title = (folder / "cmdline").read_bytes().decode(errors="replace")
+            if os.getsid(pid) == session and title.startswith(f"ray::{name}"):
+                return pid
+    raise ValueError(f"session {session} has no process ray::{name}")
 
 
 def logged_steps(output):

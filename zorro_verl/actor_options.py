@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from numbers import Real
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, OptimizerConfig
 
+from zorro_verl.families import text_config
 from zorro_verl.options import ZorroOptions
 
 # Of verl's model, engine and actor config: what sharing would get wrong or leave without effect. Not here is
@@ -23,22 +25,39 @@ UNSUPPORTED = (
     ("qat.enable", False, "use strategy=fsdp2"),
     ("router_replay.mode", "disabled", "verl replays routes with other engines than FSDP only"),
 )
+# What a whole engine has, and one process with a plain model has not.
+ENGINE_ONLY = (
+    ("ulysses_sequence_parallel_size", 1, "there is one process"),
+    ("pad_to_length", False, "packed lengths are as they are"),
+    ("use_fused_kernels", False, "use logits_optimization=memory, which keeps no logits either"),
+    ("calculate_sum_pi_squared", False, "compute_log_prob has log-probs and entropies only"),
+)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_options(config: Any, place: str) -> None:
-    """Refuse a config that sets one of `UNSUPPORTED`; ``place`` is where it stands, for the error."""
-    for name, expected, instead in UNSUPPORTED:
+def check_options(config: Any, place: str, unsupported: Sequence[tuple[str, Any, str]] = UNSUPPORTED) -> None:
+    """Refuse a config that sets one of ``unsupported``; ``place`` is where it stands, for the error."""
+    for name, expected, instead in unsupported:
         value = config
         for part in name.split("."):
             value = getattr(value, part, None)
         if value is not None and value != expected:
             raise ValueError(f"{place}.{name}: expected {expected}, got {value}; {instead}")
-    if getattr(config, "enable_activation_offload", False) and not config.enable_gradient_checkpointing:
-        raise ValueError(
-            f"{place}.enable_activation_offload: expected with enable_gradient_checkpointing=True, got it without; verl "
-            "takes different views of an offloaded tensor for the same one, which only inputs of whole layers survive"
-        )
+
+
+def check_offload(model_config: Any, hf_config: Any, place: str) -> None:
+    """Refuse an offload of activations that would give wrong gradients, the way that verl does it.
+
+    It takes different views of an offloaded tensor for the same one, which only the inputs of whole layers survive. And
+    it runs a checkpointed layer again without the layer's hooks, which lead linear attention along the plan.
+    """
+    if not model_config.enable_activation_offload:
+        return
+    name = f"{place}.enable_activation_offload"
+    if not model_config.enable_gradient_checkpointing:
+        raise ValueError(f"{name}: expected with enable_gradient_checkpointing=True, got it without")
+    if "linear_attention" in (getattr(text_config(hf_config), "layer_types", None) or ()):
+        raise ValueError(f"{name}: expected False for {hf_config.model_type}, which has linear attention, got True")
 
 
 def engine_options(engine_config: Any, model_config: Any) -> ZorroOptions:
@@ -61,10 +80,10 @@ def resolve_options(options: ZorroOptions, config: FSDPActorConfig) -> ZorroOpti
     """The constructor's options beside those of an ``actor_config``, which can only say the same.
 
     Raises:
-        ValueError: an option that differs from ``actor_config.zorro``, or one of `UNSUPPORTED`.
+        ValueError: an option that differs from ``actor_config.zorro``, one of `UNSUPPORTED`, or of `ENGINE_ONLY`.
     """
-    check_options(config, "actor_config")
-    check_options(config.fsdp_config, "actor_config.fsdp_config")
+    check_options(config, "actor_config", UNSUPPORTED + ENGINE_ONLY)
+    check_options(config.fsdp_config, "actor_config.fsdp_config", UNSUPPORTED + ENGINE_ONLY)
     given = getattr(config, "zorro", options)
     for name in ("attn_implementation", "use_split_attention", "logits_optimization"):
         theirs, ours = getattr(given, name), getattr(options, name)

@@ -5,13 +5,14 @@ Host arithmetic on row lengths; nothing here changes a result, only how much of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
+from heapq import heapify, heappop, heappush
+
+from zorro_verl.cells import Cell, Kind, fill_cells
 
 # verl's estimate of a row's work is LINEAR_WORK * s + s**2 (verl.utils.seqlen_balancing.calculate_workload, from the
 # FLOPs of a 7B layer); a packed group is counted in the same units, so that the two balance alike.
 LINEAR_WORK = 24576
-
-Work = Callable[[list[int]], int]
 
 
 def packed_tokens(prompt_len: int, response_lens: Sequence[int]) -> int:
@@ -25,9 +26,9 @@ def packed_work(prompt_len: int, response_lens: Sequence[int]) -> int:
     return LINEAR_WORK * packed_tokens(prompt_len, response_lens) + pairs
 
 
-def rows_by_group(group_index: Sequence[int]) -> list[list[int]]:
+def rows_by_group(group_index: Sequence[Hashable]) -> list[list[int]]:
     """Row indices of each group, groups in order of first appearance."""
-    groups: dict[int, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for row, group in enumerate(group_index):
         groups.setdefault(group, []).append(row)
     return list(groups.values())
@@ -84,12 +85,16 @@ def place_groups(
     response_lens: Sequence[int],
     num_ranks: int,
     num_mini_batches: int,
+    fillers: Sequence[int] = (),
 ) -> list[int]:
     """A permutation of the rows, rank after rank and mini-batch after mini-batch, that keeps groups whole.
 
     verl hands rank r the r-th of ``num_ranks`` equal chunks and walks it in ``num_mini_batches`` equal slices, so
-    every (rank, mini-batch) cell holds the same number of rows. Groups fill mini-batches in their own order and are
-    then spread over its ranks by packed work. A group that fits nowhere whole fills what room is left.
+    every (rank, mini-batch) cell holds the same number of rows. Where these can't be made of whole groups, as few are
+    cut as `zorro_verl.cells` finds, those with short prompts; the pieces of one go to mini-batches of the same rank
+    first, where a pass over all of a rank's rows finds it whole. Groups of one size fill mini-batches in their own
+    order and are spread over ranks by packed work. ``fillers`` are rows that were added to make the count come out:
+    they are spread over the cells evenly, and fill what room groups leave.
 
     Raises:
         ValueError: a row count that doesn't divide into the cells.
@@ -99,53 +104,91 @@ def place_groups(
         raise ValueError(
             f"batch: expected a multiple of {num_ranks} ranks x {num_mini_batches} mini-batches rows, got {num_rows}"
         )
-    cell = num_rows // (num_ranks * num_mini_batches)
+    free = set(fillers)
+    groups = rows_by_group([(group, row if row in free else None) for row, group in enumerate(group_index)])
+    kinds = [(len(rows), rows[0] in free) for rows in groups]
+    parts = fill_cells(kinds, [prompt_lens[rows[0]] for rows in groups], num_rows // (num_ranks * num_mini_batches))
+    cells = [cell for part in parts for cell in part]  # rank r's are r * num_mini_batches and those that follow
     work = lambda rows: packed_work(prompt_lens[rows[0]], [response_lens[r] for r in rows])  # noqa: E731
 
-    in_order = _fill(rows_by_group(group_index), [cell * num_ranks] * num_mini_batches, lambda _: 0)
-    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    for mini_batch in in_order:
-        heaviest_first = sorted(mini_batch, key=lambda rows: (-len(rows), -work(rows)))
-        for rank, pieces in enumerate(_fill(heaviest_first, [cell] * num_ranks, work)):
-            ranks[rank] += [row for piece in pieces for row in piece]
-    return [row for rows in ranks for row in rows]
+    placed: list[list[int]] = [[] for _ in cells]
+    load = [0] * len(cells)
+    rest = dict(enumerate(groups))
+    for c, cell in enumerate(cells):
+        for group, number in cell.pieces:
+            piece, rest[group] = rest[group][:number], rest[group][number:]
+            placed[c] += piece
+            load[c] += work(piece)
+    waiting: dict[Kind, list[int]] = {}
+    for group, rows in rest.items():
+        if len(rows) == kinds[group][0]:
+            waiting.setdefault(kinds[group], []).append(group)
+
+    cost = [work(rows) for rows in groups]
+    for first in range(num_mini_batches):
+        mini_batch = range(first, len(cells), num_mini_batches)
+        members: dict[int, list[int]] = {c: [] for c in mini_batch}
+        for kind in sorted(waiting, reverse=True):
+            number = sum(cells[c].whole[kind] for c in mini_batch)
+            here, waiting[kind] = waiting[kind][:number], waiting[kind][number:]
+            _spread(here, cost, {c: cells[c].whole[kind] for c in mini_batch if cells[c].whole[kind]}, members, load)
+        _even_out(members, kinds, cost, load)
+        for c, inside in members.items():
+            placed[c] += [row for group in inside for row in groups[group]]
+    return [row for rank in _rank_cells(parts, load, num_ranks, num_mini_batches) for c in rank for row in placed[c]]
 
 
-def _fill(groups: list[list[int]], capacities: list[int], work: Work) -> list[list[list[int]]]:
-    """Put groups into cells of fixed row counts: whole where they fit, and cut only for the room that is left."""
-    cells, homeless = _place_whole(groups, capacities, work, tightest=False)
-    if homeless:  # spreading by load left gaps: the tightest fit may leave fewer
-        tight_cells, tight_homeless = _place_whole(groups, capacities, work, tightest=True)
-        if sum(map(len, tight_homeless)) < sum(map(len, homeless)):
-            cells, homeless = tight_cells, tight_homeless
-    room = [capacity - sum(map(len, cell)) for capacity, cell in zip(capacities, cells, strict=True)]
-    for rows in homeless:
-        while rows:
-            # The tightest cell that takes all that is left, else the roomiest.
-            cell = min(range(len(cells)), key=lambda c: (room[c] < len(rows), abs(room[c] - len(rows))))
-            rows_here, rows = rows[: room[cell]], rows[room[cell] :]
-            cells[cell].append(rows_here)
-            room[cell] -= len(rows_here)
-    return cells
+def _spread(
+    groups: list[int], cost: list[int], room: dict[int, int], members: dict[int, list[int]], load: list[int]
+) -> None:
+    """The costliest group first, each into the least loaded cell that has ``room`` for one more of this kind."""
+    lightest = [(load[c], c) for c in room]
+    heapify(lightest)
+    for group in sorted(groups, key=lambda g: -cost[g]):
+        c = heappop(lightest)[1]
+        members[c].append(group)
+        load[c] += cost[group]
+        room[c] -= 1
+        if room[c]:
+            heappush(lightest, (load[c], c))
 
 
-def _place_whole(
-    groups: list[list[int]], capacities: list[int], work: Work, tightest: bool
-) -> tuple[list[list[list[int]]], list[list[int]]]:
-    """Each group, in the order given, into the least loaded (or the tightest) cell with room; and those without."""
-    cells: list[list[list[int]]] = [[] for _ in capacities]
-    room, load = list(capacities), [0] * len(capacities)
-    homeless = []
-    for rows in groups:
-        fitting = [c for c in range(len(cells)) if room[c] >= len(rows)]
-        if not fitting:
-            homeless.append(rows)
-            continue
-        cell = min(fitting, key=(lambda c: room[c]) if tightest else (lambda c: load[c]))
-        cells[cell].append(rows)
-        room[cell] -= len(rows)
-        load[cell] += work(rows)
-    return cells, homeless
+def _even_out(members: dict[int, list[int]], kinds: list[Kind], cost: list[int], load: list[int]) -> None:
+    """Swap groups of one kind out of the most loaded cell for as long as that makes the larger of two loads smaller."""
+    while True:
+        heaviest = max(members, key=lambda c: load[c])
+        for other in sorted(members, key=lambda c: load[c]):
+            gap = load[heaviest] - load[other]
+            swaps = [
+                (abs(2 * (cost[a] - cost[b]) - gap), a, b)
+                for a in members[heaviest]
+                for b in members[other]
+                if kinds[a] == kinds[b] and 0 < cost[a] - cost[b] < gap
+            ]
+            if swaps:
+                break
+        else:
+            return
+        _, a, b = min(swaps)
+        members[heaviest][members[heaviest].index(a)] = b
+        members[other][members[other].index(b)] = a
+        load[heaviest] -= cost[a] - cost[b]
+        load[other] += cost[a] - cost[b]
+
+
+def _rank_cells(parts: list[list[Cell]], load: list[int], num_ranks: int, num_mini_batches: int) -> list[list[int]]:
+    """The cells of each rank, one of every mini-batch: those that share a cut group stay, others even ranks out."""
+    bound = sum(len(part) for part in parts if len(part) > 1)  # these come first
+    ranks = [list(range(r * num_mini_batches, (r + 1) * num_mini_batches)) for r in range(num_ranks)]
+    total = [0] * num_ranks
+    for m in range(num_mini_batches):
+        movable = [r for r in range(num_ranks) if ranks[r][m] >= bound]
+        heaviest_first = sorted((ranks[r][m] for r in movable), key=lambda c: -load[c])
+        for r, c in zip(sorted(movable, key=lambda r: total[r]), heaviest_first, strict=True):
+            ranks[r][m] = c
+        for r in range(num_ranks):
+            total[r] += load[ranks[r][m]]
+    return ranks
 
 
 def _first_fit(items: list[int], sizes: list[int], capacity: int) -> list[list[int]]:

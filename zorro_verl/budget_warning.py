@@ -17,9 +17,7 @@ class BudgetWarning:
     def __init__(self) -> None:
         self._given = False
 
-    def check(
-        self, batch: MicroBatches, micro_batches: Sequence[Sequence[int]], budget: int, budget_key: str
-    ) -> None:
+    def check(self, batch: MicroBatches, micro_batches: Sequence[Sequence[int]], budget: int, budget_key: str) -> None:
         """Warn if the largest group of ``batch`` was cut because it needs more than ``budget`` packed tokens.
 
         Args:
@@ -41,9 +39,9 @@ class BudgetWarning:
         copies = sum(batch.keys[piece[0]] == batch.keys[largest[0]] for piece in pieces)
         total = sum(batch.prompt_lens) + sum(batch.response_lens)
         logger.warning(
-            "%s: the largest group of this batch needs %d packed tokens (%d of its prompt + %d of %d responses), and "
-            "the budget is %d: the group is cut, and its prompt computed %d times. Results are the same, but this "
-            "batch's token ratio is %.2f instead of %.2f. Raise the budget to %d if memory allows. Said once.",
+            "%s: the largest group of this batch needs %d packed tokens (%d of its prompt + %d of %d responses), and a "
+            "micro-batch may have %d: the group is cut, and its prompt computed %d times. Results are the same, but "
+            "this batch's token ratio is %.2f instead of %.2f. If memory allows, raise it %.2f-fold. Said once.",
             budget_key,
             needed,
             needed - responses,
@@ -53,7 +51,7 @@ class BudgetWarning:
             copies,
             total / sum(_packed(batch, piece) for piece in pieces),
             total / sum(_packed(batch, rows) for rows in groups),
-            needed,
+            needed / budget,
         )
 
 

@@ -80,7 +80,7 @@ class DataProtoActor(Standalone):
                 output = self.module(**inputs, use_cache=False)
                 for name, values in output.items():
                     read.unpack(values, rows, into=result[names[name]])
-        self._stats = groups.counts(micro_batches).summary()
+        self._stats = groups.counts(micro_batches, self._count_work).summary()
         return {name: values.to(read.tensors["responses"].device) for name, values in result.items()}
 
     def update_policy(self, data: Any) -> dict[str, float]:
@@ -191,7 +191,8 @@ class DataProtoActor(Standalone):
         else:
             optimizer.step()
         metrics |= {"loss": loss, "grad_norm": grad_norm}
-        return metrics | step.groups.counts(step.micro_batches).to_metrics() | skipped_step_metric(skipped)
+        counts = step.groups.counts(step.micro_batches, self._count_work)
+        return metrics | counts.to_metrics() | skipped_step_metric(skipped)
 
     def _budget(self, settings: Mapping[str, Any], groups: MicroBatches) -> tuple[int, str]:
         config = self.actor_config

@@ -23,6 +23,7 @@ from verl.workers.engine.utils import postprocess_batch_func
 from zorro_verl.actor_options import check_options, engine_options
 from zorro_verl.budget_warning import BudgetWarning
 from zorro_verl.families import check_supported, check_training, head_counts
+from zorro_verl.flops import ModelWork
 from zorro_verl.grouping import Rows
 from zorro_verl.heads import SharedPrompt, SharedValues
 from zorro_verl.media import Media, Vision
@@ -41,12 +42,14 @@ class SharedEngine:
     """The part of an engine that shares prompts, in front of verl's ``FSDPEngineWithLMHead``.
 
     Attributes:
+        head_features: outputs of the head for one token; None for the vocabulary.
         model_key, config_key: where a run's config holds the model and the engine's section, for errors.
         sequence_parallel_group: the ranks that a packed row is sliced over; None for one.
     """
 
     model_key = "actor_rollout_ref.model"
     config_key = "actor_rollout_ref.actor"
+    head_features: int | None = None
     sequence_parallel_group: ProcessGroup | None = None
     pad_to_length: bool = False
 
@@ -101,6 +104,8 @@ class SharedEngine:
         options = self.options
         install(module, attention, options.use_split_attention, get_device_name(), options.linear_attention)
         self._dense = module.forward.kernels is None
+        work = ModelWork.of(module.config, self.head_features)
+        self._count_work = functools.partial(work.of_groups, share_attention=options.use_split_attention)
         return module
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> dict:
@@ -165,7 +170,7 @@ class SharedEngine:
             indices = batch.split(*budget, min_count=most)
         self._warn_of_budget.check(batch, indices, *budget)
         micro_batches = [tu.index_select_tensor_dict(data, torch.tensor(part)) for part in indices]
-        return micro_batches, indices, batch.counts(indices)
+        return micro_batches, indices, batch.counts(indices, self._count_work)
 
     def _token_budget(self, data: TensorDict, longest_row: int) -> tuple[int, str]:
         """Packed tokens of a micro-batch, over all ranks that it is sliced over, and the config key that sets them."""
@@ -224,6 +229,8 @@ class SharedEngine:
 
     def train_batch(self, data: TensorDict, loss_function: Any) -> dict:
         output = super().train_batch(data, loss_function)
+        if not self.is_mp_src_rank_with_outputs():  # of the ranks of one sequence the first speaks
+            return output
         grad_norm = output["metrics"]["grad_norm"]
         skipped = not torch.isfinite(torch.tensor(grad_norm)).item()
         reporter = self.get_data_parallel_rank() == 0

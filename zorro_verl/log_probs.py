@@ -132,6 +132,7 @@ class _FromLogits(torch.autograd.Function):
                 grad = piece.to(logits.dtype)
             else:
                 grad[part] = piece
+            del piece  # else the next chunk's is made beside it
         return grad, None, None, None, None
 
 

@@ -6,12 +6,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zorro_verl.flops import Work
+
 # Why a row that has siblings in the batch went through the model on its own. Closed: each is logged in every step.
 FALLBACK_REASONS = ("group_cut", "multimodal")
 
 _TOKENS_TOTAL = "zorro/tokens_total"
 _TOKENS_PACKED = "zorro/tokens_packed"
 _PIECES = "zorro/pieces"
+_WORK_COUNTED = "zorro/work_counted"
+_WORK_EXECUTED = "zorro/work_executed"
 _SKIPPED = "zorro/skipped_steps"
 
 
@@ -21,6 +25,7 @@ class ShareCounts:
     Attributes:
         tokens_total: tokens of all rows, prompts counted once per row.
         tokens_packed: tokens that went through the model.
+        work_counted, work_executed: multiply-adds of all rows and of what was executed, see `zorro_verl.flops`.
         calls: for each call of the engine, in their order, ``(fingerprint, rows, alone)`` of each group in each
             micro-batch: a group that was cut has several, and one more for its rows that share with nobody.
         skipped_steps: optimizer steps that were skipped because the grad norm was not finite, or, stand-alone, because
@@ -30,22 +35,36 @@ class ShareCounts:
     def __init__(self) -> None:
         self.tokens_total = 0
         self.tokens_packed = 0
+        self.work_counted = 0
+        self.work_executed = 0
         self.calls: list[tuple[tuple[int, int, bool], ...]] = [()]
         self.skipped_steps = 0
 
     def add_micro_batch(
-        self, tokens_total: int, tokens_packed: int, fingerprints: Sequence[int], alone: Sequence[bool] | None = None
+        self,
+        tokens_total: int,
+        tokens_packed: int,
+        fingerprints: Sequence[int],
+        alone: Sequence[bool],
+        work: Work,
     ) -> None:
         """Count one micro-batch: a prompt fingerprint for each row, and which rows were to share with nobody."""
-        alone = [False] * len(fingerprints) if alone is None else alone
         self.tokens_total += tokens_total
         self.tokens_packed += tokens_packed
+        self.work_counted += work.counted
+        self.work_executed += work.executed
         pieces = Counter(zip(fingerprints, alone, strict=True))
         self.calls[-1] += tuple((fingerprint, rows, apart) for (fingerprint, apart), rows in pieces.items())
 
     def to_metrics(self) -> dict[str, list]:
         """In the form that verl gathers over ranks and concatenates over mini-batches: every value a list."""
-        return {_TOKENS_TOTAL: [self.tokens_total], _TOKENS_PACKED: [self.tokens_packed], _PIECES: list(self.calls)}
+        return {
+            _TOKENS_TOTAL: [self.tokens_total],
+            _TOKENS_PACKED: [self.tokens_packed],
+            _WORK_COUNTED: [self.work_counted],
+            _WORK_EXECUTED: [self.work_executed],
+            _PIECES: list(self.calls),
+        }
 
     @classmethod
     def pop_from(cls, metrics: dict[str, Any]) -> ShareCounts | None:
@@ -55,6 +74,8 @@ class ShareCounts:
         counts = cls()
         counts.tokens_total = sum(_flat(metrics.pop(_TOKENS_TOTAL)))
         counts.tokens_packed = sum(_flat(metrics.pop(_TOKENS_PACKED)))
+        counts.work_counted = sum(_flat(metrics.pop(_WORK_COUNTED)))
+        counts.work_executed = sum(_flat(metrics.pop(_WORK_EXECUTED)))
         counts.calls = _flat(metrics.pop(_PIECES))
         counts.skipped_steps = sum(_flat(metrics.pop(_SKIPPED, [])))
         return counts
@@ -62,6 +83,15 @@ class ShareCounts:
     @property
     def token_ratio(self) -> float:
         return self.tokens_total / max(1, self.tokens_packed)
+
+    @property
+    def flop_ratio(self) -> float:
+        """What verl counts over what was executed; 1 when nothing is shared."""
+        return self.work_counted / max(1, self.work_executed)
+
+    def executed_mfu(self, mfu: float) -> float:
+        """verl's model FLOPs utilisation, which counts a prompt once per row, for the work that was executed."""
+        return mfu / self.flop_ratio if self.work_executed else 0.0
 
     def summary(self, epochs: int = 1) -> Mapping[str, Any]:
         """The counts under their public names, ``fallback`` a mapping from each reason to rows.
@@ -97,6 +127,7 @@ class ShareCounts:
         fallback = summary.pop("fallback")
         metrics = {f"zorro/{name}": float(value) for name, value in summary.items()}
         metrics |= {f"zorro/fallback/{reason}": float(rows) for reason, rows in fallback.items()}
+        metrics["zorro/flop_ratio"] = self.flop_ratio
         metrics[_SKIPPED] = float(self.skipped_steps)
         return metrics
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
 import torch
 
 from zorro_verl.attention import MAX_REFERENCE_TOKENS
-from zorro_verl.batching import packed_tokens, split_micro_batches
+from zorro_verl.batching import packed_tokens, rows_by_group, split_micro_batches
+from zorro_verl.flops import Work
 from zorro_verl.grouping import Rows, mix, prompt_fingerprints
 from zorro_verl.media import Media
 from zorro_verl.metrics import ShareCounts
 from zorro_verl.options import CONFIG_KEY
+
+# The multiply-adds of groups, each its prompt length and its response lengths: `ModelWork.of_groups` of the model.
+CountWork = Callable[[Sequence[tuple[int, list[int]]]], Work]
 
 
 class MicroBatches:
@@ -50,19 +54,28 @@ class MicroBatches:
         """Rows of each micro-batch, see `zorro_verl.batching.split_micro_batches`."""
         return split_micro_batches(self.keys, self.prompt_lens, self.response_lens, budget, budget_key, min_count)
 
-    def counts(self, micro_batches: Sequence[Sequence[int]]) -> ShareCounts:
+    def counts(self, micro_batches: Sequence[Sequence[int]], count_work: CountWork) -> ShareCounts:
         """What sharing within each of these micro-batches gives."""
         counts = ShareCounts()
         for rows in micro_batches:
-            prompts = {self.keys[row]: self.prompt_lens[row] for row in rows}
-            responses = [self.response_lens[row] for row in rows]
             counts.add_micro_batch(
-                sum(responses) + sum(self.prompt_lens[row] for row in rows),
-                packed_tokens(sum(prompts.values()), responses),
+                *self._tokens(rows),
                 [self.fingerprints[row] for row in rows],
                 [self.alone[row] for row in rows],
+                count_work(self._groups(rows)),
             )
         return counts
+
+    def _groups(self, rows: Sequence[int]) -> list[tuple[int, list[int]]]:
+        """The prompt length and the response lengths of each group of these rows."""
+        groups = [[rows[i] for i in group] for group in rows_by_group([self.keys[row] for row in rows])]
+        return [(self.prompt_lens[group[0]], [self.response_lens[row] for row in group]) for group in groups]
+
+    def _tokens(self, rows: Sequence[int]) -> tuple[int, int]:
+        """Tokens of these rows, with a prompt for each, and with each prompt once."""
+        groups = self._groups(rows)
+        total = sum(len(responses) * prompt + sum(responses) for prompt, responses in groups)
+        return total, sum(packed_tokens(*group) for group in groups)
 
     def check_dense(self, micro_batches: Sequence[Sequence[int]], split: bool) -> None:
         """The dense reference builds a mask over a whole micro-batch; unless ``split``, over its rows as they were.
@@ -70,8 +83,7 @@ class MicroBatches:
         Raises:
             ValueError: a micro-batch that is too long for it.
         """
-        counts = [self.counts([rows]) for rows in micro_batches]
-        longest = max(count.tokens_packed if split else count.tokens_total for count in counts)
+        longest = max(self._tokens(rows)[1 if split else 0] for rows in micro_batches)
         if longest > MAX_REFERENCE_TOKENS:
             raise ValueError(
                 f"{CONFIG_KEY}.attn_implementation: expected micro-batches of at most {MAX_REFERENCE_TOKENS} tokens "

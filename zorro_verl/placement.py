@@ -1,4 +1,4 @@
-"""Where a step's rows go: verl balances row by row, which tears groups apart; here they are placed again, group-wise."""
+"""Where a step's rows go: verl balances row by row, which tears groups apart; here they are placed by group."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ def balance_batch(
     keep_minibatch: bool = False,
 ) -> Any:
     """In place of ``PPOTrainer._balance_batch``, after it: ``batch`` in an order that keeps groups whole."""
+    sampled = {key: i for i, key in enumerate(batch.keys)}
     batch = original(self, batch, metrics, logging_prefix, keep_minibatch)
+    # Back to the order that was sampled; rows that verl added to make the count come out are the last.
+    batch.reorder(sorted(range(len(batch.keys)), key=lambda row: sampled.get(batch.keys[row], len(sampled))))
     fields = module.tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["prompts"])
     prompts, seq_lens = fields["prompts"], [tag["seq_len"] for tag in batch.tags]
-    num_ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
     rows = _prompt_rows(prompts.values(), prompts.offsets())
-    batch.reorder(_group_order(module, self.config, rows, seq_lens, num_ranks, metrics, logging_prefix))
+    padding = [row for row, tag in enumerate(batch.tags) if tag.get("is_padding", False)]
+    batch.reorder(_group_order(module, self, rows, seq_lens, padding, metrics, logging_prefix))
     return batch
 
 
@@ -40,14 +43,11 @@ def legacy_balance_batch(
     logging_prefix: str = "global_seqlen",
     keep_minibatch: bool = False,
 ) -> None:
-    """The same for ``RayPPOTrainer._balance_batch``, which works in place."""
-    original(self, batch, metrics, logging_prefix, keep_minibatch)
+    """The same for ``RayPPOTrainer._balance_batch``, which adds no rows, and whose order would only be undone."""
     prompts, mask = batch.batch["prompts"], batch.batch["attention_mask"]
     valid = mask[:, : prompts.shape[1]].bool()
     rows = _prompt_rows(prompts[valid], exclusive_cumsum(valid.sum(1)))
-    num_ranks = self._get_dp_size(self.actor_rollout_wg, "actor")
-    seq_lens = mask.sum(1).tolist()
-    order = _group_order(module, self.config, rows, seq_lens, num_ranks, metrics, logging_prefix)
+    order = _group_order(module, self, rows, mask.sum(1).tolist(), [], metrics, logging_prefix)
     batch.reorder(torch.tensor(order))
 
 
@@ -58,10 +58,10 @@ def _prompt_rows(tokens: torch.Tensor, cu_seqlens: torch.Tensor) -> Rows:
 
 def _group_order(
     module: ModuleType,
-    config: Any,
+    trainer: Any,
     prompts: Rows,
     seq_lens: list[int],
-    num_ranks: int,
+    padding: list[int],
     metrics: dict,
     logging_prefix: str,
 ) -> list[int]:
@@ -69,9 +69,9 @@ def _group_order(
     groups = find_prompt_groups(prompts)
     prompt_lens = prompts.prompt_lens.tolist()
     response_lens = [seq - prompt for seq, prompt in zip(seq_lens, prompt_lens, strict=True)]
-    mini_batch_rows = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
-    num_mini_batches = len(seq_lens) // mini_batch_rows if len(seq_lens) % mini_batch_rows == 0 else 1
-    order = place_groups(groups.tolist(), prompt_lens, response_lens, num_ranks, num_mini_batches)
+    num_ranks = _num_ranks(trainer.actor_rollout_wg, "actor")
+    slices = _slices(trainer, len(seq_lens) // num_ranks, num_ranks)
+    order = place_groups(groups.tolist(), prompt_lens, response_lens, num_ranks, slices, padding)
 
     per_rank = len(order) // num_ranks
     partitions = [order[i : i + per_rank] for i in range(0, len(order), per_rank)]
@@ -79,3 +79,30 @@ def _group_order(
     shared = sum(prompt_lens[row] for row in first_rows(groups).tolist()) + sum(response_lens)
     metrics["zorro/token_ratio_best"] = sum(seq_lens) / max(1, shared)
     return order
+
+
+def _num_ranks(worker_group: Any, mesh: str) -> int:
+    """Data-parallel ranks: workers of one sequence-parallel group are handed the same rows."""
+    if mesh not in worker_group._dispatch_info:
+        worker_group._dispatch_info[mesh] = worker_group._query_dispatch_info(mesh)
+    return max(worker_group._dispatch_info[mesh]) + 1
+
+
+def _slices(trainer: Any, rows_per_rank: int, num_ranks: int) -> int:
+    """Into how many equal slices a rank's rows are cut by the mini-batches of the roles that share prompts.
+
+    The critic has a mini-batch size and ranks of its own. Where its slices and the actor's lie inside one another, the
+    finer ones keep groups whole for both; else the actor's count, as it has the larger part of the work.
+    """
+    config = trainer.config
+    roles = [(config.actor_rollout_ref.actor, num_ranks)]
+    if trainer.use_critic:
+        roles.append((config.critic, _num_ranks(trainer.critic_wg, "train")))
+    counts = []
+    for role, ranks in roles:
+        slice_rows = role.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // ranks
+        if role.strategy == "zorro" and slice_rows and rows_per_rank % slice_rows == 0:
+            counts.append(rows_per_rank // slice_rows)
+    if not counts:
+        return 1
+    return max(counts) if max(counts) % min(counts) == 0 else counts[0]

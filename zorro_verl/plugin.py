@@ -5,9 +5,13 @@ leaves callbacks for the moment when verl's own modules have been executed. What
 
 | verl | process | why |
 |---|---|---|
-| `workers.engine` | every worker | `zorro_verl.actor` registers the engine for backend "zorro" |
+| `workers.engine` | every worker | `zorro_verl.actor` and `.critic` register their engines for backend "zorro" |
 | `trainer.ppo.v1.trainer_base.PPOTrainer` | task runner | `zorro_verl.trainer` keeps groups whole, adds metrics |
 | `trainer.ppo.ray_trainer.RayPPOTrainer` | task runner | the same for `trainer.use_v1=False` |
+| `workers.engine_workers.TrainingWorker` | every worker | `shuffle=True` draws mini-batches by group, not by row |
+| `experimental.separation.engine_workers.DetachActorWorker` | workers of `separate_async` | sets weights aside |
+| `trainer.ppo.v1.utils.MetricsAggregator` | task runner | sums counts over the updates of a step of `separate_async` |
+| `trainer.distillation.losses.compute_topk_loss` | workers | takes "zorro" for the "fsdp2" that it shards as |
 | `utils.device.auto_set_device` | driver | sees the config before Ray starts: early errors, `trainer.device=cpu` |
 
 With `trainer.device=cpu` or `VERL_PLATFORM=cpu`, and only then, `zorro_verl.cpu_runtime.hooks` adds its own.
@@ -25,7 +29,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from zorro_verl.post_import import after_import, logger
-from zorro_verl.refusal import refuse_trainer, refusing_engine
+from zorro_verl.refusal import asks_for, refuse_trainer, refusing_engine
 
 SUPPORTED_VERL = ">=0.9.1,<0.10"
 STRATEGY = "zorro"
@@ -34,10 +38,17 @@ DEVICES = ("cuda", "npu", "cpu")
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
 LEGACY_TRAINER = "verl.trainer.ppo.ray_trainer"
+WORKER = "verl.workers.engine_workers"
+DETACH_WORKER = "verl.experimental.separation.engine_workers"
+AGGREGATOR = "verl.trainer.ppo.v1.utils"
+DISTILLATION = "verl.trainer.distillation.losses"
 
 
 class Signature(NamedTuple):
-    """A method of verl that is overridden or wrapped, with the parameters that this package relies on."""
+    """A method of verl that is overridden or wrapped, with the parameters that this package relies on.
+
+    `owner` is empty for a function of the module.
+    """
 
     module: str
     owner: str
@@ -61,14 +72,38 @@ SIGNATURES = (
         ("output", "output_args", "micro_batch", "logits_processor_func"),
     ),
     Signature(ENGINE, "FSDPEngineWithLMHead", "forward_step", ("micro_batch", "loss_function", "forward_only")),
+    Signature(
+        ENGINE,
+        "FSDPEngineWithValueHead",
+        "prepare_model_outputs",
+        ("output", "output_args", "micro_batch", "logits_processor_func"),
+    ),
     Signature(TRAINER, "PPOTrainer", "_balance_batch", ("batch", "metrics", "logging_prefix", "keep_minibatch")),
     Signature(TRAINER, "PPOTrainer", "_compute_old_log_prob", ("batch", "metrics")),
     Signature(TRAINER, "PPOTrainer", "_compute_ref_log_prob", ("batch", "metrics")),
     Signature(TRAINER, "PPOTrainer", "_update_actor", ("batch", "metrics")),
     Signature(
+        TRAINER, "PPOTrainer", "_compute_metrics", ("batch", "metrics", "timing_raw", "global_steps", "epoch")
+    ),
+    Signature(TRAINER, "PPOTrainer", "_compute_values", ("batch", "metrics")),
+    Signature(TRAINER, "PPOTrainer", "_update_critic", ("batch", "metrics")),
+    Signature(
         LEGACY_TRAINER, "RayPPOTrainer", "_balance_batch", ("batch", "metrics", "logging_prefix", "keep_minibatch")
     ),
     Signature(LEGACY_TRAINER, "RayPPOTrainer", "_update_actor", ("batch",)),
+    Signature(LEGACY_TRAINER, "RayPPOTrainer", "_compute_old_log_prob", ("batch",)),
+    Signature(LEGACY_TRAINER, "RayPPOTrainer", "_compute_ref_log_prob", ("batch",)),
+    Signature(LEGACY_TRAINER, "RayPPOTrainer", "_compute_values", ("batch",)),
+    Signature(LEGACY_TRAINER, "RayPPOTrainer", "_update_critic", ("batch",)),
+    Signature(WORKER, "TrainingWorker", "train_mini_batch", ("data",)),
+    Signature(DETACH_WORKER, "DetachActorWorker", "_get_strategy_handlers", ()),
+    Signature(AGGREGATOR, "MetricsAggregator", "_special_metrics_aggregate", ("aggregated",)),
+    Signature(
+        DISTILLATION,
+        "",
+        "compute_topk_loss",
+        ("config", "distillation_config", "data", "student_logits", "data_format"),
+    ),
 )
 
 
@@ -93,12 +128,14 @@ def check_verl(*modules: str) -> None:
 
 
 def _check_signature(signature: Signature, version: str) -> None:
-    name = f"{signature.module}.{signature.owner}.{signature.method}"
-    owner = getattr(importlib.import_module(signature.module), signature.owner, None)
+    name = ".".join(part for part in signature[:3] if part)
+    owner = importlib.import_module(signature.module)
+    if signature.owner:
+        owner = getattr(owner, signature.owner, None)
     method = getattr(owner, signature.method, None)
     if method is None:
         raise ValueError(f"strategy={STRATEGY} extends {name}, which verl {version} does not have")
-    found = tuple(inspect.signature(method).parameters)[1:]
+    found = tuple(inspect.signature(method).parameters)[1 if signature.owner else 0 :]
     if found != signature.parameters:
         raise ValueError(
             f"strategy={STRATEGY} extends {name}{signature.parameters}, "
@@ -107,18 +144,27 @@ def _check_signature(signature: Signature, version: str) -> None:
 
 
 def register_engine(engine_module: ModuleType) -> None:
-    """Register the engine with verl, or a stand-in that raises why it could not be."""
+    """Register the engine of actor and reference with verl, or a stand-in that raises why it could not be."""
+    _register(engine_module, "language_model", "zorro_verl.actor")
+
+
+def register_critic(engine_module: ModuleType) -> None:
+    """The same for the critic's engine."""
+    _register(engine_module, "value_model", "zorro_verl.critic")
+
+
+def _register(engine_module: ModuleType, model_type: str, name: str) -> None:
     registry = engine_module.EngineRegistry
     try:
         check_verl(ENGINE)
-        actor = importlib.import_module("zorro_verl.actor")
-        # Imported first, the actor brings verl's engines in, and this callback: it registers itself when it is done.
-        if not getattr(actor.__spec__, "_initializing", False):
-            actor.register(registry)
+        engine = importlib.import_module(name)
+        # Imported first, it brings verl's engines in, and this callback: it registers itself when it is done.
+        if not getattr(engine.__spec__, "_initializing", False):
+            engine.register(registry)
     except Exception as error:
         stand_in = refusing_engine(engine_module.BaseEngine, _reason(error))
         # Written, not registered: verl refuses a key twice, and a broken import may have come as far as registering.
-        registry._engines.setdefault("language_model", {})[STRATEGY] = dict.fromkeys(DEVICES, stand_in)
+        registry._engines.setdefault(model_type, {})[STRATEGY] = dict.fromkeys(DEVICES, stand_in)
         raise
 
 
@@ -141,6 +187,30 @@ def _wrap_trainer(trainer_module: ModuleType, name: str, trainer: str, wrap: str
         raise
 
 
+def wrap_training_worker(module: ModuleType) -> None:
+    """Wrap verl's worker; where it can't be, groups that a shuffle cuts are counted as cut."""
+    check_verl(WORKER)
+    importlib.import_module("zorro_verl.shuffling").wrap_training_worker(module)
+
+
+def wrap_detach_worker(module: ModuleType) -> None:
+    """Wrap the worker of `separate_async`; where it can't be, verl's own error stands: an unsupported strategy."""
+    check_verl(DETACH_WORKER)
+    importlib.import_module("zorro_verl.detach").wrap_detach_worker(module)
+
+
+def wrap_metrics_aggregator(module: ModuleType) -> None:
+    """Wrap what joins the metrics of several updates; without it counts are averages."""
+    check_verl(AGGREGATOR)
+    importlib.import_module("zorro_verl.detach").wrap_metrics_aggregator(module)
+
+
+def wrap_topk_loss(module: ModuleType) -> None:
+    """Wrap verl's top-k distillation loss; where it can't be, verl's own error stands: an unsupported strategy."""
+    check_verl(DISTILLATION)
+    importlib.import_module("zorro_verl.distillation").wrap_topk_loss(module)
+
+
 def wrap_auto_set_device(device_module: ModuleType) -> None:
     """Look at the run's config where verl's own `main` first does, in the driver and before Ray is started."""
     original = device_module.auto_set_device
@@ -153,8 +223,9 @@ def wrap_auto_set_device(device_module: ModuleType) -> None:
         # SFT configs have no actor: the CPU runtime is about verl's RL trainer.
         if actor is not None and "cpu" in (getattr(config.trainer, "device", None), chosen_platform()):
             importlib.import_module("zorro_verl.cpu_runtime.run").prepare_run(config)
-        if getattr(actor, "strategy", None) == STRATEGY:
-            check_verl(ENGINE, TRAINER)
+        if asks_for(config, STRATEGY):
+            mode = getattr(getattr(config.trainer, "v1", None), "trainer_mode", None)
+            check_verl(ENGINE, TRAINER, *((DETACH_WORKER, AGGREGATOR) if mode == "separate_async" else ()))
             run_config = importlib.import_module("zorro_verl.verl_config")
             run_config.check_run(config)
             run_config.spread_options(config)
@@ -183,8 +254,13 @@ def install() -> None:
     # verl's own loggers follow this variable below a root that shows warnings only; so do ours.
     logging.getLogger("zorro_verl").setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
     after_import("verl.workers.engine", register_engine)
+    after_import("verl.workers.engine", register_critic)
     after_import(TRAINER, wrap_trainer)
     after_import(LEGACY_TRAINER, wrap_legacy_trainer)
+    after_import(WORKER, wrap_training_worker)
+    after_import(DETACH_WORKER, wrap_detach_worker)
+    after_import(AGGREGATOR, wrap_metrics_aggregator)
+    after_import(DISTILLATION, wrap_topk_loss)
     after_import("verl.utils.device", wrap_auto_set_device)
     if chosen_platform() == "cpu":
         importlib.import_module("zorro_verl.cpu_runtime.hooks").install()

@@ -21,6 +21,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from zorro_verl.actor_options import resolve_device, resolve_dtype, resolve_options
 from zorro_verl.families import auto_class, check_supported
+from zorro_verl.flops import ModelWork
 from zorro_verl.log_probs import check_temperature
 from zorro_verl.metrics import ShareCounts
 from zorro_verl.micro_batches import MicroBatches, check_count
@@ -117,6 +118,8 @@ class Standalone:
         linear_attention = self.options.linear_attention
         install(self.module, attn_implementation, use_split_attention, linear_attention=linear_attention)
         self._dense = self.module.forward.kernels is None
+        work = ModelWork.of(config)
+        self._count_work = partial(work.of_groups, share_attention=use_split_attention)
         self.optimizer = self.lr_scheduler = None
         self._stats = ShareCounts().summary()
         for name in ENGINE_METHODS:
@@ -223,7 +226,8 @@ class Standalone:
         return PaddedBatch(batch, self.module, required)
 
     def _count_whole(self, read: PaddedBatch) -> None:
-        self._stats = MicroBatches(read.rows, read.media).counts([range(read.rows.num_rows)]).summary()
+        counts = MicroBatches(read.rows, read.media).counts([range(read.rows.num_rows)], self._count_work)
+        self._stats = counts.summary()
 
     def _check_trainable(self) -> None:
         if not any(p.requires_grad for p in self.module.parameters()):

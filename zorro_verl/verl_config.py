@@ -6,13 +6,17 @@ import os
 from dataclasses import dataclass, field
 
 from omegaconf import DictConfig, OmegaConf, open_dict
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
+from verl.trainer.distillation.losses import get_distillation_loss_settings
+from verl.trainer.ppo.utils import need_critic
 from verl.utils.model import update_model_config
-from verl.workers.config import FSDPActorConfig
+from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
 
-from zorro_verl.actor_options import check_options
+from zorro_verl.actor_options import check_offload, check_options
+from zorro_verl.distillation import check_teaching
 from zorro_verl.families import check_supported, check_training
 from zorro_verl.options import ZorroOptions
+from zorro_verl.value_models import check_adapters, check_value_model, critic_keys
 
 
 @dataclass
@@ -27,10 +31,22 @@ class ZorroActorConfig(FSDPActorConfig):
         object.__setattr__(self.engine, "zorro", self.zorro)
 
 
-def spread_options(config: DictConfig) -> None:
-    """Make ``+actor.zorro.*`` work without the config group, and give the reference policy the actor's options.
+@dataclass
+class ZorroCriticConfig(FSDPCriticConfig):
+    """verl's FSDP critic config plus the actor's ``zorro``."""
 
-    verl's own actor dataclass takes no ``zorro``, and its ``ref`` section has no place for any.
+    strategy: str = "zorro"
+    zorro: ZorroOptions = field(default_factory=ZorroOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self.engine, "zorro", self.zorro)
+
+
+def spread_options(config: DictConfig) -> None:
+    """Make ``+actor.zorro.*`` work without the config group, and give reference policy and critic the same options.
+
+    verl's own dataclasses of actor and critic take no ``zorro``, and its ``ref`` section has no place for any.
 
     Args:
         config: the run's whole config, changed in place before verl hands it to its workers.
@@ -39,39 +55,79 @@ def spread_options(config: DictConfig) -> None:
     if "zorro" not in actor:
         return
     with open_dict(config):
-        if actor._target_ == f"{FSDPActorConfig.__module__.rsplit('.', 1)[0]}.{FSDPActorConfig.__name__}":
+        if actor._target_ == _verl_name(FSDPActorConfig):
             actor._target_ = f"{__name__}.{ZorroActorConfig.__name__}"
             actor.zorro._target_ = f"{ZorroOptions.__module__}.{ZorroOptions.__name__}"
         if ref.strategy == "zorro":
             ref._target_ = actor._target_
             ref.zorro = actor.zorro
+        critic = config.critic
+        if critic.strategy == "zorro" and critic._target_ == _verl_name(FSDPCriticConfig):
+            critic._target_ = f"{__name__}.{ZorroCriticConfig.__name__}"
+            critic.zorro = actor.zorro
+
+
+def _verl_name(config: type) -> str:
+    """The name under which verl's own configs have one of its dataclasses."""
+    return f"{config.__module__.rsplit('.', 1)[0]}.{config.__name__}"
 
 
 def check_run(config: DictConfig) -> None:
     """Refuse, while nothing has been started yet, what ``strategy=zorro`` would get wrong or leave without effect."""
-    for place in ("actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model"):
-        check_options(OmegaConf.select(config, place), place)
-    if OmegaConf.select(config, "distillation.enabled", default=False):
-        raise ValueError("distillation.enabled: expected False with actor.strategy=zorro, got True; use strategy=fsdp2")
-    if OmegaConf.select(config, "critic.strategy") == "zorro":
-        raise ValueError("critic.strategy: expected fsdp2 or fsdp, got zorro; it is for actor and reference only")
-    if OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async":
+    if config.actor_rollout_ref.actor.strategy == "zorro":
+        _check_actor(config)
+    if config.critic.strategy == "zorro" and need_critic(config):
+        with critic_keys():
+            _check_critic(config.critic)
+
+
+def _check_actor(config: DictConfig) -> None:
+    places = ["model", "actor", "actor.fsdp_config"]
+    if config.actor_rollout_ref.ref.strategy == "zorro":
+        places += ["ref", "ref.fsdp_config"]
+    for place in places:
+        check_options(OmegaConf.select(config, f"actor_rollout_ref.{place}"), f"actor_rollout_ref.{place}")
+    _check_distillation(config)
+    check_model(config.actor_rollout_ref.model, "actor_rollout_ref.model")
+
+
+def _check_critic(critic: DictConfig) -> None:
+    if "zorro" in critic:
         raise ValueError(
-            "trainer.v1.trainer_mode: expected sync or colocate_async with actor.strategy=zorro, got separate_async"
+            "critic.zorro: expected nothing there, as the critic has the actor's options, got "
+            f"{dict(critic.zorro)}; set them under actor_rollout_ref.actor.zorro"
         )
-    check_model(config)
+    check_options(critic.fsdp, "critic.fsdp")
+    check_options(critic.model, "critic.model")
+    check_adapters(critic.model)
+    hf_config = check_model(critic.model, "critic.model")
+    if hf_config is not None:
+        check_value_model(hf_config)
 
 
-def check_model(config: DictConfig) -> None:
-    """Refuse an unsupported model while nothing has been started yet.
-
-    Only where the checkpoint is a folder of this machine; the workers check every model when they have it.
-    """
-    model = config.actor_rollout_ref.model
-    if not os.path.isdir(model.path):
+def _check_distillation(config: DictConfig) -> None:
+    """Refuse a top-k loss where no rank would have the logits that it needs."""
+    if not OmegaConf.select(config, "distillation.enabled", default=False):
         return
+    if get_distillation_loss_settings(config.distillation.distillation_loss.loss_mode).use_topk:
+        actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+        asked = "memory" if model.use_fused_kernels else OmegaConf.select(actor, "zorro.logits_optimization")
+        sizes = actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size
+        check_teaching(asked or "none", max(sizes))
+
+
+def check_model(model: DictConfig, place: str) -> PretrainedConfig | None:
+    """Refuse an unsupported model while nothing has been started yet, and give its config.
+
+    Only where the checkpoint is a folder of this machine, else there is None; the workers check every model when they
+    have it.
+    """
+    if not os.path.isdir(model.path):
+        return None
     hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.get("trust_remote_code", False))
     override = OmegaConf.to_container(model.get("override_config") or OmegaConf.create({}))
     update_model_config(hf_config, override.get("model_config", override))
     check_supported(hf_config)
     check_training(hf_config, training=True)
+    check_offload(model, hf_config, place)
+    return hf_config

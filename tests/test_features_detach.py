@@ -1,0 +1,95 @@
+"""``trainer_mode=separate_async``: weights set aside and taken back by verl's own worker, counts of several updates."""
+
+import types
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from ranks import run_ranks
+from test_features import Case, batch_of, build, folder, loss_of  # noqa: F401
+
+
+def worker_of(engine, strategy):
+    """verl's worker as far as it sets weights aside; it is made by Ray, with much else."""
+    from verl.experimental.separation.engine_workers import DetachActorWorker
+
+    worker = object.__new__(DetachActorWorker)
+    worker.config, worker._strategy_handlers = OmegaConf.create({"actor": {"strategy": strategy}}), None
+    worker.actor = types.SimpleNamespace(engine=engine)
+    return worker
+
+
+def a_step_of_two_updates(rank, path, world_size):
+    """As the trainer does it: the rows of the second update are scored with the weights before the first."""
+    case = Case(engine={"param_offload": True})
+    engine = build(path, "zorro", case)
+    worker = worker_of(engine, "zorro")
+
+    def weights():
+        return {name: p.full_tensor().clone() for name, p in engine.module.named_parameters()}
+
+    def update():
+        with engine.train_mode():
+            engine.train_batch(batch_of(case, rank, world_size, False), loss_of(case))
+
+    first = weights()
+    worker.save_model_to_cpu(0)
+    update()
+    second = weights()
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    for _ in range(2):
+        worker.save_model_to_cpu(1)
+        worker.restore_model_from_cpu(0)
+        assert all(torch.equal(first[name], p) for name, p in weights().items())
+        worker.restore_model_from_cpu(1)
+        assert all(torch.equal(second[name], p) for name, p in weights().items())
+        worker.clear_cpu_model(1)
+    update()
+    worker.restore_model_from_cpu(0)
+    assert all(torch.equal(first[name], p) for name, p in weights().items())
+    for strategy in ("fsdp2", "fsdp"):
+        handlers = [handler.__module__ for handler in worker_of(engine, strategy)._get_strategy_handlers()]
+        assert handlers == ["verl.utils.fsdp_utils"] * 2
+    with pytest.raises(NotImplementedError, match="nonesuch"):
+        worker_of(engine, "nonesuch")._get_strategy_handlers()
+
+
+@pytest.mark.feature("trainer.v1.trainer_mode", "works", "`sync`, `colocate_async` and `separate_async`")
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_weights_are_set_aside_and_taken_back(folder, world_size):  # noqa: F811
+    run_ranks(a_step_of_two_updates, world_size, folder, world_size)
+
+
+def test_the_handlers_of_fsdp1_are_verls():
+    from verl.utils.fsdp_utils import fsdp1_sharded_load_from_cpu, fsdp1_sharded_save_to_cpu
+
+    from zorro_verl.detach import weight_handlers
+
+    assert weight_handlers("fsdp") == (fsdp1_sharded_save_to_cpu, fsdp1_sharded_load_from_cpu)
+
+
+def test_counts_of_several_updates_are_added():
+    import verl.trainer.ppo.v1.trainer_base  # noqa: F401  as in the task runner
+    from verl.trainer.ppo.v1.utils import MetricsAggregator
+
+    updates = [
+        {"zorro/tokens_total": 90.0, "zorro/tokens_packed": 30.0, "zorro/token_ratio": 3.0, "zorro/groups": 4.0},
+        {"zorro/tokens_total": 20.0, "zorro/tokens_packed": 20.0, "zorro/token_ratio": 1.0, "zorro/groups": 2.0},
+    ]
+    aggregator = MetricsAggregator()
+    for metrics in updates:
+        aggregator.add_step_metrics(
+            metrics | {"zorro/fallback/group_cut": 1.0, "zorro/ref/token_ratio": 2.0, "actor/loss": 5.0}, sample_count=8
+        )
+    assert aggregator.get_aggregated_metrics() == {
+        "zorro/tokens_total": 110.0,
+        "zorro/tokens_packed": 50.0,
+        "zorro/token_ratio": 2.2,
+        "zorro/groups": 6.0,
+        "zorro/fallback/group_cut": 2.0,
+        "zorro/ref/token_ratio": 2.0,
+        "actor/loss": 5.0,
+    }
+    stock = MetricsAggregator()
+    stock.add_step_metrics({"actor/loss": 5.0})
+    assert stock.get_aggregated_metrics() == {"actor/loss": 5.0}
