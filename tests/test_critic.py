@@ -1,5 +1,6 @@
 """Critics that share prompts: against the plain value model on one unpadded row at a time, and verl's own critic."""
 
+import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -131,8 +132,12 @@ def critics(rank, paths, size, checkpointing):
                 path, "zorro", checkpointing, zorro=options, engine={"ulysses_sequence_parallel_size": size}
             )
             assert engine.module.is_gradient_checkpointing == checkpointing
+            scored = []
+            hook = engine.module.score.register_forward_hook(lambda head, args, out, n=scored: n.append(len(out)))
             with engine.eval_mode():
                 output = engine.infer_batch(critic_batch(rows, seed=replica))
+            hook.remove()
+            assert scored == [-(-sum(len(row[1]) for row in rows) // size)], "each rank scores its share of responses"
             check_values(expected[replica], output, rows, data)
             assert output["metrics"]["zorro/tokens_packed"][0] < output["metrics"]["zorro/tokens_total"][0]
             with engine.train_mode():
@@ -297,6 +302,8 @@ def test_a_checkpoint_is_a_value_model(checkpoints, language_model, tmp_path):
         model, found = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
         assert type(model).__name__ == "Qwen3ForTokenClassification"
         assert model.num_labels == 1
+        architectures = json.loads((folder / "config.json").read_text())["architectures"]
+        assert architectures == ["Qwen3ForTokenClassification"], "what verl's merger goes by"
         assert not found["missing_keys"]
         if name == "value":
             before = AutoModelForTokenClassification.from_pretrained(path)

@@ -141,10 +141,19 @@ class StockWorker:
             mini_batch_size=config.ppo_mini_batch_size,
             epochs=config.ppo_epochs,
             seed=config.data_loader_seed,
-            dataloader_kwargs={"shuffle": config.shuffle},
+            dataloader_kwargs=self._draws(data) if config.shuffle else {},
             compute_loss=True,
         )
         return reduce_metrics(rename_dict(tu.get(self.worker.train_mini_batch(batch), "metrics"), "actor/"))
+
+    def _draws(self, data):
+        """verl draws rows one by one; here by group, as the actor does."""
+        from zorro_verl.shuffling import GroupShuffle
+        from zorro_verl.verl_rows import rows_from_verl
+
+        rows, _ = rows_from_verl(self._batch(data))
+        size = min(self.config.ppo_mini_batch_size, rows.num_rows)
+        return {"sampler": GroupShuffle(rows, rows.num_rows // size, self.config.data_loader_seed)}
 
     def parameters(self):
         return {name: p.full_tensor().detach().clone() for name, p in self.worker.engine.module.named_parameters()}

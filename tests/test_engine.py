@@ -267,8 +267,7 @@ def odd_batches(rank, path):
         assert first == second, "the caller's batch was changed"
         for change, message in (
             ({"pop": "responses"}, "responses"),
-            ({"distillation_use_topk": True}, "distillation"),
-            ({"calculate_sum_pi_squared": True}, "calculate_sum_pi_squared"),
+            ({"distillation_use_topk": True}, "teacher_logprobs"),
             ({"max_token_len_per_gpu": 11}, "ppo_max_token_len_per_gpu.*12 tokens"),
         ):
             pop = change.pop("pop", None)

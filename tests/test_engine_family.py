@@ -143,6 +143,11 @@ def checkpoints(tmp_path_factory):
     return paths
 
 
+@pytest.mark.feature(
+    "data.image_key data.video_key",
+    "counted",
+    "rows with media run whole, as `zorro/fallback/multimodal`; text rows beside them share",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "checkpointing"), [(1, False), (2, True)])
 def test_every_type_equals_the_plain_model(checkpoints, world_size, checkpointing):

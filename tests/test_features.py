@@ -572,13 +572,12 @@ def test_the_references_section_is_checked_where_it_shares(checkpoint):
 
 # Fields of verl's configs that the table leaves out: verl fills them itself, or they never meet this package.
 ELSEWHERE = {
-    "actor": "checkpoint data_loader_seed engine fsdp_config global_batch_info model_config optim ppo_epochs "
-    "ppo_micro_batch_size ppo_mini_batch_size profiler rollout_n shuffle ulysses_sequence_parallel_size "
+    "actor": "checkpoint engine fsdp_config global_batch_info model_config optim ppo_epochs "
+    "ppo_micro_batch_size ppo_mini_batch_size profiler rollout_n "
     "use_remove_padding",
     "actor.fsdp_config": "infer_max_token_len_per_gpu infer_micro_batch_size_per_gpu max_token_len_per_gpu "
     "micro_batch_size_per_gpu use_dynamic_bsz use_fused_kernels use_remove_padding strategy "
-    "entropy_checkpointing entropy_from_logits_chunk_size entropy_from_logits_with_chunking pad_to_length "
-    "ulysses_sequence_parallel_size",
+    "entropy_checkpointing entropy_from_logits_chunk_size entropy_from_logits_with_chunking pad_to_length",
     "model": "architectures custom_chat_template external_lib generation_config hf_config hf_config_path "
     "local_hf_config_path local_path local_tokenizer_path load_tokenizer model_type path processor tokenizer "
     "tokenizer_path use_shm",

@@ -188,7 +188,10 @@ def test_ragged_groups_are_cut_as_seldom_as_can_be(monkeypatch):
     ],
 )
 def test_the_critics_mini_batches_keep_groups_whole_as_well(critic_mini_batch, critic_ranks, slices):
-    """Its chunks are those of its own data-parallel ranks. Groups of three and of one: in order of size a finer slice would cut them."""
+    """Its chunks are those of its own data-parallel ranks.
+
+    Groups of three and of one: rows in order of size, as they were placed, a finer slice would cut.
+    """
     sizes = [3, 1] * 16
     settings = config(8, critic=critic_mini_batch)
     rows, _ = legacy_balanced(prompts_of(sizes), settings, ranks=4, critic_ranks=critic_ranks)
@@ -249,6 +252,7 @@ def shuffled_mini_batches(monkeypatch, sizes, mini_batch_size, engine, epochs=2,
     return seen
 
 
+@pytest.mark.feature("actor.shuffle actor.data_loader_seed", "works", "whole groups are drawn, anew in each epoch")
 def test_shuffle_draws_whole_groups_anew_each_epoch(monkeypatch):
     sizes = [4] * 12
     draw = lambda **kwargs: shuffled_mini_batches(monkeypatch, sizes, 8, Engine(ZorroOptions()), **kwargs)  # noqa: E731
@@ -280,8 +284,10 @@ def test_shuffle_with_ragged_groups_keeps_mini_batches_equal_and_cuts_little(mon
     for epoch in (seen[i : i + 6] for i in range(0, 24, 6)):
         assert sorted(row for part in epoch for row in part) == list(range(48))
         assert pieces(sizes, epoch) == [1] * 12
-    seen = shuffled_mini_batches(monkeypatch, [5, 5, 5, 5], 10, Engine(ZorroOptions(), ranks=2), epochs=3)
+    sizes = [3, 2] * 4
+    seen = shuffled_mini_batches(monkeypatch, sizes, 10, Engine(ZorroOptions(), ranks=2), epochs=3)
     assert [len(part) for part in seen] == [5] * 12, "ranks share a mini-batch"
+    assert all(pieces(sizes, seen[i : i + 4]) == [1] * 8 for i in (0, 4, 8))
     seen = shuffled_mini_batches(monkeypatch, [3, 3, 3, 3], 4, Engine(ZorroOptions()), epochs=3)
     assert all(sum(pieces([3] * 4, seen[i : i + 3])) == 6 for i in (0, 3, 6)), "two cuts have to be"
 

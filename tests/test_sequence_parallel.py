@@ -131,6 +131,11 @@ def checkpoints(tmp_path_factory):
     return paths
 
 
+@pytest.mark.feature(
+    "actor.ulysses_sequence_parallel_size actor.fsdp_config.ulysses_sequence_parallel_size",
+    "works",
+    "a divisor of the model's heads; compared with the plain model, on 2 and 4 ranks",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "size", "checkpointing", "names"),

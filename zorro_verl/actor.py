@@ -18,6 +18,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from zorro_verl.data_proto import DataProtoActor
+from zorro_verl.distillation import TaughtPrompt, is_taught
 from zorro_verl.engine import SharedEngine, packed_inputs
 from zorro_verl.grouping import Rows
 from zorro_verl.heads import SharedPrompt
@@ -78,7 +79,8 @@ class DeduplicatedActor(DataProtoActor, SharedEngine, FSDPEngineWithLMHead):
             tu.get_non_tensor_data(micro_batch, name, default=False)
             for name in ("calculate_entropy", "calculate_sum_pi_squared")
         )
-        return self._scoring(rows, plan, micro_batch["temperature"], *wanted, tokens=tokens)
+        kind = TaughtPrompt if is_taught(micro_batch) else SharedPrompt
+        return self._scoring(rows, plan, micro_batch["temperature"], *wanted, tokens=tokens, kind=kind)
 
     def pack(
         self, rows: Rows, media: Media, temperature: float | Tensor, calculate_entropy: bool
@@ -96,10 +98,11 @@ class DeduplicatedActor(DataProtoActor, SharedEngine, FSDPEngineWithLMHead):
         calculate_entropy: bool,
         calculate_sum_pi_squared: bool = False,
         tokens: Slices | None = None,
+        kind: type[SharedPrompt] = SharedPrompt,
     ) -> SharedPrompt:
         if isinstance(temperature, Tensor) and temperature.dim() > 0:
             temperature = temperature.to(rows.tokens.device)[plan.label_row]
-        return SharedPrompt(
+        return kind(
             plan,
             rows.tokens[plan.label_index],
             temperature,

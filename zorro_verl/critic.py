@@ -34,10 +34,8 @@ class ValueEngine(FSDPEngineWithValueHead):
         config, engine_config = self.model_config.hf_config, self.engine_config
         dtype = engine_config.model_dtype or ("bf16" if engine_config.forward_only else "fp32")
         as_value_model(config)
-        # As in verl: rank 0 alone reads the weights, and FSDP hands them on, unless tied ones would come apart.
-        init_context = get_init_weight_context_manager(
-            use_meta_tensor=not config.tie_word_embeddings, mesh=self.device_mesh
-        )
+        # As in verl, rank 0 alone reads the weights, and FSDP hands them on. A head for values is tied to nothing.
+        init_context = get_init_weight_context_manager(use_meta_tensor=True, mesh=self.device_mesh)
         with init_context():
             module = load_value_model(
                 self.model_config.local_path,

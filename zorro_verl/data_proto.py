@@ -23,6 +23,7 @@ from zorro_verl.families import check_training
 from zorro_verl.metrics import ShareCounts, skipped_step_metric
 from zorro_verl.micro_batches import MicroBatches, check_count, token_budget
 from zorro_verl.padded_batch import PaddedBatch
+from zorro_verl.shuffling import GroupShuffle
 from zorro_verl.standalone import Standalone
 
 logger = logging.getLogger(__name__)
@@ -86,10 +87,10 @@ class DataProtoActor(Standalone):
     def update_policy(self, data: Any) -> dict[str, float]:
         """``ppo_epochs`` over the mini-batches of ``data``, an optimizer step for each, in train mode.
 
-        A mini-batch is ``ppo_mini_batch_size`` consecutive rows of the batch, or with ``shuffle`` the rows that verl's
-        worker draws; a smaller batch is one. Groups are whole in them when rows are ordered by prompt and the size is
-        a multiple of the rows per prompt. The size counts rows here, as in verl's worker; verl's trainer multiplies
-        its own by ``rollout.n`` before the worker sees it.
+        A mini-batch is ``ppo_mini_batch_size`` consecutive rows of the batch, or with ``shuffle`` rows that are drawn
+        by group; a smaller batch is one. Groups are whole in consecutive ones when rows are ordered by prompt and the
+        size is a multiple of the rows per prompt. The size counts rows here, as in verl's worker; verl's trainer
+        multiplies its own by ``rollout.n`` before the worker sees it.
 
         The loss is normalised over a mini-batch, so that micro-batches make no difference to the step, with verl's
         loss modes ``geo_mean``, ``clip_cov`` and ``kl_cov`` excepted, whose formulas work on one micro-batch at a
@@ -151,8 +152,10 @@ class DataProtoActor(Standalone):
         groups, result = MicroBatches(read.rows, read.media), []
         check_training(self.module.config, training=True)
         index = TensorDict({"row": torch.arange(num_rows)}, batch_size=num_rows)
-        shuffle = {"shuffle": config.shuffle}
-        for part in tu.make_iterator(index, size, epochs, config.data_loader_seed, shuffle):
+        drawn = {}
+        if config.shuffle:
+            drawn["sampler"] = GroupShuffle(read.rows, num_rows // size, config.data_loader_seed)
+        for part in tu.make_iterator(index, size, epochs, config.data_loader_seed, drawn):
             own = groups.select(part["row"].tolist())
             micro_batches = own.split(*self._budget(read.settings, own))
             if self._dense:

@@ -17,11 +17,13 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from verl.utils import tensordict_utils as tu
+from verl.utils.activation_offload import enable_activation_offloading
 from verl.utils.device import get_device_name
 from verl.workers.engine.utils import postprocess_batch_func
 
-from zorro_verl.actor_options import check_options, engine_options
+from zorro_verl.actor_options import check_offload, check_options, engine_options
 from zorro_verl.budget_warning import BudgetWarning
+from zorro_verl.distillation import check_teacher, teach
 from zorro_verl.families import check_supported, check_training, head_counts
 from zorro_verl.flops import ModelWork
 from zorro_verl.grouping import Rows
@@ -84,6 +86,7 @@ class SharedEngine:
         check_training(model_config.hf_config, training=not engine_config.forward_only)
         check_options(engine_config, f"{self.config_key}.fsdp_config")
         check_options(model_config, self.model_key)
+        check_offload(model_config, model_config.hf_config, self.model_key)
         check_heads(engine_config.ulysses_sequence_parallel_size, **head_counts(model_config.hf_config))
         if self.options.base_strategy == "fsdp" and get_device_name() == "cpu":
             raise ValueError(
@@ -106,6 +109,20 @@ class SharedEngine:
         self._dense = module.forward.kernels is None
         work = ModelWork.of(module.config, self.head_features)
         self._count_work = functools.partial(work.of_groups, share_attention=options.use_split_attention)
+        return module
+
+    def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """As the parent's, but activations are offloaded in the text backbone only.
+
+        verl counts the calls of every sharded module, and one that is left out upsets its count: a vision tower without
+        images, or the head with ``logits_optimization=memory``, which runs by another forward.
+        """
+        asked = self.model_config.enable_activation_offload
+        object.__setattr__(self.model_config, "enable_activation_offload", False)
+        module = super()._build_fsdp_module(module)
+        if asked:
+            checkpointing = self.model_config.enable_gradient_checkpointing
+            enable_activation_offloading(module.get_decoder(), self.engine_config.strategy, checkpointing)
         return module
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> dict:
@@ -148,10 +165,10 @@ class SharedEngine:
         """Cut ``data`` into micro-batches, as many on every data-parallel rank, and count what they share."""
         failure, indices = None, []
         try:
-            _refuse_flags(data)
             module = self.module
             rows, media = rows_from_verl(data, Vision.of(module.config))
             check_batch(data, rows, module.get_input_embeddings().num_embeddings, position_axes(module))
+            check_teacher(data, self.options.logits_optimization, self.ulysses_sequence_parallel_size)
             media.check(rows)
             if self.get_data_parallel_size() > 1 and len(media.kinds) > 1:
                 raise ValueError(
@@ -221,6 +238,8 @@ class SharedEngine:
         float32; zero at prompt positions and at each row's last position.
         """
         plan, offsets = output_args["plan"], micro_batch["input_ids"].offsets()
+        if "logits" in output:
+            output = output | teach(output.pop("logits"), plan, micro_batch, logits_processor_func)
         jagged = {}
         for name, values in output.items():
             full = values.new_zeros(plan.num_row_tokens).index_copy(0, plan.predictor_slot, values)
@@ -247,9 +266,3 @@ def packed_inputs(rows: Rows, media: Media, plan: Plan) -> dict[str, Any]:
         "position_ids": plan.pack(rows.position_ids).unsqueeze(-2),
     }
     return inputs | media.model_inputs(rows.tokens.device)
-
-
-def _refuse_flags(data: TensorDict) -> None:
-    """What a batch can ask for that needs logits of every position, which are never made here."""
-    if tu.get_non_tensor_data(data, "distillation_use_topk", default=False):
-        raise ValueError("distillation: expected no top-k loss with strategy=zorro, got one; use strategy=fsdp2")

@@ -82,9 +82,7 @@ SIGNATURES = (
     Signature(TRAINER, "PPOTrainer", "_compute_old_log_prob", ("batch", "metrics")),
     Signature(TRAINER, "PPOTrainer", "_compute_ref_log_prob", ("batch", "metrics")),
     Signature(TRAINER, "PPOTrainer", "_update_actor", ("batch", "metrics")),
-    Signature(
-        TRAINER, "PPOTrainer", "_compute_metrics", ("batch", "metrics", "timing_raw", "global_steps", "epoch")
-    ),
+    Signature(TRAINER, "PPOTrainer", "_compute_metrics", ("batch", "metrics", "timing_raw", "global_steps", "epoch")),
     Signature(TRAINER, "PPOTrainer", "_compute_values", ("batch", "metrics")),
     Signature(TRAINER, "PPOTrainer", "_update_critic", ("batch", "metrics")),
     Signature(
@@ -225,7 +223,13 @@ def wrap_auto_set_device(device_module: ModuleType) -> None:
             importlib.import_module("zorro_verl.cpu_runtime.run").prepare_run(config)
         if asks_for(config, STRATEGY):
             mode = getattr(getattr(config.trainer, "v1", None), "trainer_mode", None)
-            check_verl(ENGINE, TRAINER, *((DETACH_WORKER, AGGREGATOR) if mode == "separate_async" else ()))
+            shuffle = getattr(actor, "shuffle", False) or getattr(getattr(config, "critic", None), "shuffle", False)
+            check_verl(
+                ENGINE,
+                TRAINER,
+                *((WORKER,) if shuffle else ()),
+                *((DETACH_WORKER, AGGREGATOR) if mode == "separate_async" else ()),
+            )
             run_config = importlib.import_module("zorro_verl.verl_config")
             run_config.check_run(config)
             run_config.spread_options(config)
