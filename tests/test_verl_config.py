@@ -80,6 +80,14 @@ def test_good_runs_pass(folder, overrides):
     prepared(folder, "actor_rollout_ref.actor.strategy=zorro", *overrides)
 
 
+@pytest.mark.parametrize(("factor", "warns"), [("null", True), ("64", False)])
+def test_a_loss_that_depends_on_micro_batches_is_warned_of(folder, caplog, factor, warns):
+    actor = "actor_rollout_ref.actor"
+    mode = f"{actor}.loss_agg_mode=seq-mean-token-sum-norm"
+    prepared(folder, f"{actor}.strategy=zorro", mode, f"{actor}.loss_scale_factor={factor}")
+    assert any("loss_scale_factor" in record.message for record in caplog.records) == warns
+
+
 def test_a_config_with_a_text_part_is_checked_there(tmp_path):
     tiny_models.build("qwen3_5", torch.float32).save_pretrained(tmp_path)
     zorro, override = "actor_rollout_ref.actor.strategy=zorro", f"+{MODEL}.override_config"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from zorro_verl.distillation import check_teaching
 from zorro_verl.families import check_supported, check_training
 from zorro_verl.options import ZorroOptions
 from zorro_verl.value_models import check_adapters, check_value_model, critic_keys
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -88,7 +91,18 @@ def _check_actor(config: DictConfig) -> None:
     for place in places:
         check_options(OmegaConf.select(config, f"actor_rollout_ref.{place}"), f"actor_rollout_ref.{place}")
     _check_distillation(config)
+    _warn_of_norm(config.actor_rollout_ref.actor)
     check_model(config.actor_rollout_ref.model, "actor_rollout_ref.model")
+
+
+def _warn_of_norm(actor: DictConfig) -> None:
+    """verl's one loss that depends on how rows are cut into micro-batches, with any strategy."""
+    if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None:
+        logger.warning(
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm divides by the longest response of each "
+            "micro-batch while actor_rollout_ref.actor.loss_scale_factor is not set: the loss then depends on how rows "
+            "are cut, with strategy=fsdp2 too. Set it, to data.max_response_length for instance."
+        )
 
 
 def _check_critic(critic: DictConfig) -> None:
