@@ -10,7 +10,7 @@ import torch
 from fresh_process import run_python
 from ranks import run_ranks
 from test_engine import full_gradients, ragged_batch, responses
-from test_engine_family import text_rows
+from test_engine_family import positions_of, rows_of, text_rows
 from test_throughput import counts_of_call
 from test_verl_config import prepared
 from tiny import jagged, tiny_model, tokens, verl_batch, worst_gradient
@@ -150,7 +150,7 @@ def critics(rank, paths, size, checkpointing):
             assert worst_gradient(grads, got) <= TOLERANCE, (name, options)
             assert grads["score.weight"].abs().max() > 0
             assert grads["score.bias"].abs().max() > 0
-            if name not in ("qwen3", "qwen3_next"):
+            if name not in ("qwen3", "qwen3_next") or torch.distributed.get_world_size() > 1:
                 break
 
 
@@ -183,6 +183,36 @@ def language_model(tmp_path_factory):
 @pytest.mark.parametrize(("world_size", "size", "checkpointing"), [(1, 1, False), (2, 1, True), (2, 2, False)])
 def test_critics_equal_the_plain_value_model(checkpoints, world_size, size, checkpointing):
     run_ranks(critics, world_size, checkpoints, size, checkpointing, timeout=300)
+
+
+def images_on_one_rank(rank, path):
+    """The vision tower runs on both ranks, as FSDP needs it to, and values are those of the plain model with images."""
+    from verl.utils import tensordict_utils as tu
+
+    rows = rows_of("qwen3_5", rank)
+    positions = positions_of("qwen3_5", rows)
+    plain = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float32)
+    expected = []
+    for (prompt, response, media), places in zip(rows, positions, strict=True):
+        ids = torch.cat([prompt, response])[None]
+        mask = torch.ones_like(ids)
+        with torch.no_grad():
+            values = plain(ids, attention_mask=mask, position_ids=places.unsqueeze(-2), use_cache=False, **media or {})
+        expected.append(values.logits[0, len(prompt) - 1 : -1, 0])
+    data = critic_batch(rows, seed=rank)
+    data["position_ids"] = jagged(positions)
+    if any(media for *_, media in rows):
+        tu.assign_non_tensor_stack(data, "multi_modal_inputs", [media for *_, media in rows])
+    engine = build_critic(path, "zorro")
+    with engine.eval_mode():
+        check_values(expected, engine.infer_batch(data.copy()), rows, data)
+    with engine.train_mode():
+        engine.train_batch(data, value_loss_function())
+
+
+@pytest.mark.slow
+def test_one_ranks_images_do_not_stop_the_other(checkpoints):
+    run_ranks(images_on_one_rank, 2, checkpoints["qwen3_5"], timeout=120)
 
 
 def like_stock(rank, path, language_model):
@@ -288,16 +318,17 @@ def test_odd_batches_equal_verls_own(checkpoints):
     run_ranks(odd_batches, 1, checkpoints["qwen3"])
 
 
-def saved(rank, path, folder):
-    engine = build_critic(path, "zorro")
-    engine.save_checkpoint(folder)
+def saved(rank, paths):
+    for path, folder in paths:
+        build_critic(path, "zorro").save_checkpoint(folder)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_is_a_value_model(checkpoints, language_model, tmp_path):
     """Also where the run began with a language model, whose class has no place for the head."""
-    for name, path in (("value", checkpoints["qwen3"]), ("language", language_model)):
-        run_ranks(saved, 1, path, str(tmp_path / name))
+    paths = {"value": checkpoints["qwen3"], "language": language_model}
+    run_ranks(saved, 1, [(path, str(tmp_path / name)) for name, path in paths.items()])
+    for name, path in paths.items():
         folder = tmp_path / name / "huggingface"
         model, found = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
         assert type(model).__name__ == "Qwen3ForTokenClassification"

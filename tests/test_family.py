@@ -19,9 +19,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from zorro_verl.families import HYBRID_TYPES, SUPPORTED_MODEL_TYPES, check_supported, check_training
 from zorro_verl.heads import SharedPrompt
+from zorro_verl.layer_call import SharedCall
 from zorro_verl.linear_attention import LinearPlan
 from zorro_verl.mixers import linear_layers, shared_mixer_of
-from zorro_verl.models import SharedCall, install, position_axes, seam_of, uninstall
+from zorro_verl.models import install, position_axes, seam_of, uninstall
 from zorro_verl.packing import build_plan
 
 EXACT = 1e-11  # in float64 throughout
@@ -695,7 +696,7 @@ def test_one_linear_plan_serves_all_layers_of_a_call(monkeypatch, way):
             built.append(args)
             super().__init__(*args)
 
-    monkeypatch.setattr("zorro_verl.models.LinearPlan", Counted)
+    monkeypatch.setattr("zorro_verl.layer_call.LinearPlan", Counted)
     model = installed(plain_model("qwen3_next"), linear_attention=way)
     assert len(linear_layers(model)) == 2
     shared_call(model, ROWS)

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 from tiny import batch_b0, gradients, padded_batch, shuffled, tiny_model, tokens, worst_gradient
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForTokenClassification
 
 from zorro_verl import Qwen3ModelOncePatcher
 from zorro_verl.models import install, uninstall
@@ -860,3 +860,9 @@ def test_bad_response_lengths_are_named(response_len):
 def test_bad_rollout_counts_are_named(rollout_n):
     with pytest.raises(ValueError, match="rollout_n: expected None or an int"):
         patched(pair()[0], rollout_n=rollout_n)
+
+
+def test_a_value_model_is_no_language_model():
+    config = Qwen3Config(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
+    with pytest.raises(ValueError, match="ForCausalLM with a backbone and lm_head, got Qwen3ForTokenClassification"):
+        Qwen3ModelOncePatcher(Qwen3ForTokenClassification(config)).patch(response_len=2)

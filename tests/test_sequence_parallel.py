@@ -53,8 +53,15 @@ def test_slices_and_heads_are_exchanged_exactly(size):
 
 
 def all_exchanges(rank, size):
-    for count, multiple in ((1, 1), (7, 1), (8, 1), (13, 16), (16, 16)):
+    for count, multiple in ((0, 1), (1, 1), (7, 1), (8, 1), (13, 16), (16, 16)):
         exchanges(rank, size, count, multiple)
+    # Queries of one dtype beside gates of another, as in bfloat16 training, each in an exchange of its own.
+    slices = Slices(7, torch.distributed.group.WORLD)
+    x, gates = items(7, 8, 3).bfloat16(), items(7, 4, seed=1)
+    got = slices.to_heads(slices.own(x, 0), slices.own(gates, 0))
+    for whole, heads in zip((x, gates), got, strict=True):
+        assert heads.dtype == whole.dtype
+        assert torch.equal(heads, slices.own_heads(whole.transpose(0, 1)).transpose(0, 1))
     with pytest.raises(ValueError, match="ulysses_sequence_parallel_size.*divisor of 3"):
         Slices(8, torch.distributed.group.WORLD).to_heads(torch.ones(8 // size, 3, 2))
 
@@ -72,10 +79,10 @@ def test_one_rank_pads_and_drops_by_itself():
 
 
 def test_heads_that_do_not_divide_are_refused():
-    check_heads(4, num_attention_heads=8, num_key_value_heads=2)
+    check_heads("key", 4, {"num_attention_heads": 8, "num_key_value_heads": 2})
     for name, count in (("num_attention_heads", 6), ("num_key_value_heads", 3), ("linear_num_value_heads", 2)):
-        with pytest.raises(ValueError, match=f"ulysses_sequence_parallel_size.*{count}, the model's {name}, got 4"):
-            check_heads(4, **{name: count})
+        with pytest.raises(ValueError, match=f"key: expected a divisor.*{count}, the model's {name}, got 4"):
+            check_heads("key", 4, {name: count})
 
 
 def scaled_loss(model_output, data, dp_group=None):

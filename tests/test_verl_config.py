@@ -58,6 +58,10 @@ def test_options_work_without_the_group(folder):
         ),
         ([*TOP_K, f"{MODEL}.use_fused_kernels=True"], "use_fused_kernels"),
         ([*TOP_K, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "ulysses_sequence_parallel_size"),
+        (
+            ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=3"],
+            "actor.ulysses_sequence_parallel_size: expected a divisor of \\d, the model's num_attention_heads, got 3",
+        ),
         ([f"+{MODEL}.override_config.attention_dropout=0.1"], "attention_dropout.*override_config"),
         ([f"+{MODEL}.override_config.model_type=gpt_neox"], "model_type.*strategy=fsdp2"),
     ],

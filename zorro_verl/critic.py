@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
+from verl.models.transformers.monkey_patch import apply_monkey_patch
 from verl.utils.fsdp_utils import get_init_weight_context_manager
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
@@ -15,6 +15,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 from zorro_verl.engine import SharedEngine
 from zorro_verl.grouping import Rows
 from zorro_verl.heads import SharedValues
+from zorro_verl.metrics import ShareCounts
 from zorro_verl.packing import Plan
 from zorro_verl.sequence_parallel import Slices
 from zorro_verl.value_models import (
@@ -43,6 +44,13 @@ class ValueEngine(FSDPEngineWithValueHead):
                 PrecisionType.to_dtype(dtype),
                 self.model_config.trust_remote_code,
             )
+        # Of a vision tower, verl lets it run where a rank has no images, too, since FSDP's ranks wait for each other.
+        apply_monkey_patch(
+            model=module,
+            use_remove_padding=self.use_remove_padding,
+            ulysses_sp_size=self.ulysses_sequence_parallel_size,
+            use_fused_kernels=False,
+        )
         if self.model_config.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return module
@@ -59,7 +67,7 @@ class DeduplicatedCritic(SharedEngine, ValueEngine):
     """
 
     model_key = "critic.model"
-    config_key = "critic"
+    engine_key = "critic.fsdp"
     head_features = 1
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any):
@@ -72,24 +80,16 @@ class DeduplicatedCritic(SharedEngine, ValueEngine):
         check_adapters(model_config)
         check_value_model(model_config.hf_config)
 
-    def _token_budget(self, data: TensorDict, longest_row: int) -> tuple[int, str]:
+    def _micro_batches(self, data: TensorDict) -> tuple[list[TensorDict], list[list[int]], ShareCounts]:
         with critic_keys():
-            budget, key = super()._token_budget(data, longest_row)
+            return super()._micro_batches(data)
+
+    def _token_budget(self, data: TensorDict, longest_row: int) -> tuple[int, str]:
+        budget, key = super()._token_budget(data, longest_row)
         return budget, in_critic_keys(key)
 
     def request(self, micro_batch: TensorDict, rows: Rows, plan: Plan, tokens: Slices) -> SharedValues:
         return SharedValues(plan, tokens)
-
-    def prepare_model_outputs(
-        self,
-        output: dict[str, Tensor],
-        output_args: dict[str, Any],
-        micro_batch: TensorDict,
-        logits_processor_func: Any,
-    ) -> dict[str, Tensor]:
-        """As the parent's, in the dtype of the forward, which is what verl stores values in."""
-        values = {name: x.to(self._autocast_dtype) for name, x in output.items()}
-        return super().prepare_model_outputs(values, output_args, micro_batch, logits_processor_func)
 
 
 def register(registry: type[EngineRegistry]) -> None:

@@ -7,7 +7,6 @@ those of prompts are never looked at, and never made here. Losses of one log-pro
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from types import ModuleType
 
@@ -17,10 +16,11 @@ from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 
 from zorro_verl.heads import SharedPrompt
-from zorro_verl.log_probs import MIN_TEMPERATURE, log_probs_from_logits
+from zorro_verl.log_probs import MIN_TEMPERATURE
 from zorro_verl.options import CONFIG_KEY
 from zorro_verl.packing import Plan
 from zorro_verl.sequence_parallel import Slices
+from zorro_verl.wrapping import wrap_once
 
 TEACHER = ("teacher_logprobs", "teacher_ids")
 
@@ -31,12 +31,12 @@ class TaughtPrompt(SharedPrompt):
     __slots__ = ()
 
     def outputs(self, model: nn.Module, hidden: Tensor, scored: Slices) -> dict[str, Tensor]:
-        logits, chunked = model.lm_head(hidden), self.logits_optimization == "compute"
-        wanted = self.calculate_entropy, chunked, self.calculate_sum_pi_squared
-        scores = log_probs_from_logits(logits, self.labels, self.temperature, *wanted)
-        temperature = torch.as_tensor(self.temperature, dtype=logits.dtype, device=logits.device)
-        outputs = {name: values for name, values in scores._asdict().items() if values is not None}
-        return outputs | {"logits": logits / temperature.clamp(min=MIN_TEMPERATURE).reshape(-1, 1)}
+        logits, temperature = model.lm_head(hidden), self.temperature
+        outputs = self._scores_of(logits, scored)
+        if isinstance(temperature, Tensor) or temperature != 1:  # else a second (R, V) for nothing
+            temperature = torch.as_tensor(temperature, dtype=logits.dtype, device=logits.device)
+            logits = logits / temperature.clamp(min=MIN_TEMPERATURE).reshape(-1, 1)
+        return outputs | {"logits": logits}
 
 
 def is_taught(data: TensorDict) -> bool:
@@ -68,7 +68,7 @@ def check_teaching(logits_optimization: str, sequence_parallel_size: int) -> Non
         )
     if sequence_parallel_size > 1:
         raise ValueError(
-            "ulysses_sequence_parallel_size: expected 1 with a top-k distillation loss, got "
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size: expected 1 with a top-k distillation loss, got "
             f"{sequence_parallel_size}; use strategy=fsdp2"
         )
 
@@ -88,16 +88,14 @@ def wrap_topk_loss(module: ModuleType) -> None:
 
     Inert for other strategies. A second call changes nothing.
     """
-    original = module.compute_topk_loss
-    if hasattr(original, "wrapped_by_zorro"):
-        return
+    wrap_once(module, "compute_topk_loss", _as_fsdp2)
 
-    @functools.wraps(original)
+
+def _as_fsdp2(original: Callable) -> Callable:
     def compute_topk_loss(config, *args, **kwargs):
         if config.strategy == "zorro":
             config = copy.copy(config)
             object.__setattr__(config, "strategy", "fsdp2")
         return original(config, *args, **kwargs)
 
-    compute_topk_loss.wrapped_by_zorro = True
-    module.compute_topk_loss = compute_topk_loss
+    return compute_topk_loss

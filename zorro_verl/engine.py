@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 from verl.utils import tensordict_utils as tu
 from verl.utils.activation_offload import enable_activation_offloading
 from verl.utils.device import get_device_name
-from verl.workers.engine.utils import postprocess_batch_func
 
 from zorro_verl.actor_options import check_offload, check_options, engine_options
 from zorro_verl.budget_warning import BudgetWarning
@@ -45,12 +44,12 @@ class SharedEngine:
 
     Attributes:
         head_features: outputs of the head for one token; None for the vocabulary.
-        model_key, config_key: where a run's config holds the model and the engine's section, for errors.
+        model_key, engine_key: where a run's config holds the model and the engine's options, for errors.
         sequence_parallel_group: the ranks that a packed row is sliced over; None for one.
     """
 
     model_key = "actor_rollout_ref.model"
-    config_key = "actor_rollout_ref.actor"
+    engine_key = "actor_rollout_ref.actor.fsdp_config"
     head_features: int | None = None
     sequence_parallel_group: ProcessGroup | None = None
     pad_to_length: bool = False
@@ -84,10 +83,13 @@ class SharedEngine:
     def _check(self, model_config: Any, engine_config: Any) -> None:
         check_supported(model_config.hf_config)
         check_training(model_config.hf_config, training=not engine_config.forward_only)
-        check_options(engine_config, f"{self.config_key}.fsdp_config")
+        # A reference is an actor that only scores, made from a section of its own.
+        place = self.engine_key.replace(".actor.", ".ref.") if engine_config.forward_only else self.engine_key
+        check_options(engine_config, place)
         check_options(model_config, self.model_key)
         check_offload(model_config, model_config.hf_config, self.model_key)
-        check_heads(engine_config.ulysses_sequence_parallel_size, **head_counts(model_config.hf_config))
+        ranks = engine_config.ulysses_sequence_parallel_size
+        check_heads(f"{place}.ulysses_sequence_parallel_size", ranks, head_counts(model_config.hf_config))
         if self.options.base_strategy == "fsdp" and get_device_name() == "cpu":
             raise ValueError(
                 f"{CONFIG_KEY}.base_strategy: expected fsdp2 on a CPU, got fsdp (FSDP1 needs an accelerator)"
@@ -131,6 +133,9 @@ class SharedEngine:
         Raises:
             ValueError: bad data on any data-parallel rank, raised on all of them so that none waits for another.
         """
+        # Imported here: once verl's engines are executed the plug-in imports the actor, and with it this module.
+        from verl.workers.engine.utils import postprocess_batch_func
+
         data = data.copy()  # shallow: the settings below are this call's, not the caller's
         micro_batches, indices, counts = self._micro_batches(data)
         group = self.get_data_parallel_group()
@@ -195,7 +200,10 @@ class SharedEngine:
         use_dynamic_bsz = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
         sizes = setting("max_token_len_per_gpu"), setting("micro_batch_size_per_gpu")
         budget, key = token_budget(use_dynamic_bsz, *sizes, longest_row)
-        return budget * (self.ulysses_sequence_parallel_size if use_dynamic_bsz else 1), key
+        ranks = self.ulysses_sequence_parallel_size
+        if not use_dynamic_bsz or ranks == 1:
+            return budget, key
+        return budget * ranks, f"{key} x {ranks} ranks of a sequence"
 
     def _agree(self, failure: Exception | None, count: int, num_rows: int) -> int:
         """The largest micro-batch count of any data-parallel rank; FSDP's collectives hang when ranks differ."""
@@ -235,7 +243,7 @@ class SharedEngine:
     ) -> dict[str, Tensor]:
         """``(R,)`` values of response tokens -> jagged rows in verl's layout: at the position that predicts them.
 
-        float32; zero at prompt positions and at each row's last position.
+        Of the same dtype; zero at prompt positions and at each row's last position.
         """
         plan, offsets = output_args["plan"], micro_batch["input_ids"].offsets()
         if "logits" in output:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from torch import Tensor, nn
 
 from zorro_verl.log_probs import LOGITS_OPTIMIZATIONS, Scores, log_probs_from_hidden, log_probs_from_logits
@@ -65,18 +64,9 @@ class SharedPrompt:
 
     def outputs(self, model: nn.Module, hidden: Tensor, scored: Slices) -> dict[str, Tensor]:
         """``(r, E)`` hidden states of this rank's predictor rows -> ``(r,)`` of each value that is wanted, by name."""
-        scores = self._scores(model.lm_head, hidden, scored)
-        return {name: values for name, values in scores._asdict().items() if values is not None}
-
-    def _scores(self, lm_head: nn.Module, hidden: Tensor, scored: Slices) -> Scores:
-        temperature = self.temperature
-        if isinstance(temperature, Tensor) and temperature.numel() > 1:
-            temperature = scored.own(temperature)
-        wanted = (scored.own(self.labels), temperature, self.calculate_entropy)
-        squares = self.calculate_sum_pi_squared
         if self.logits_optimization != "memory":
-            chunked = self.logits_optimization == "compute"
-            return log_probs_from_logits(lm_head(hidden), *wanted, chunked=chunked, calculate_sum_pi_squared=squares)
+            return self._scores_of(model.lm_head(hidden), scored)
+        lm_head = model.lm_head
         if not isinstance(lm_head, nn.Linear):
             raise ValueError(
                 f"logits_optimization=memory: expected a plain linear lm_head, got {type(lm_head).__name__}; "
@@ -84,11 +74,22 @@ class SharedPrompt:
             )
         # The head is called as a module, with another forward for this call: FSDP may have wrapped it by itself, and
         # then its weight is whole between the hooks of a call only.
-        lm_head.forward = functools.partial(_project, lm_head, *wanted, squares)
+        lm_head.forward = functools.partial(_project, lm_head, *self._wanted(scored), self.calculate_sum_pi_squared)
         try:
-            return lm_head(hidden)
+            return lm_head(hidden).by_name()
         finally:
             del lm_head.forward
+
+    def _scores_of(self, logits: Tensor, scored: Slices) -> dict[str, Tensor]:
+        chunked, squares = self.logits_optimization == "compute", self.calculate_sum_pi_squared
+        return log_probs_from_logits(logits, *self._wanted(scored), chunked, squares).by_name()
+
+    def _wanted(self, scored: Slices) -> tuple[Tensor, float | Tensor, bool]:
+        """Labels and temperature of this rank's share, and whether the entropy is wanted."""
+        temperature = self.temperature
+        if isinstance(temperature, Tensor) and temperature.numel() > 1:
+            temperature = scored.own(temperature)
+        return scored.own(self.labels), temperature, self.calculate_entropy
 
 
 def _project(lm_head: nn.Linear, labels, temperature, calculate_entropy, squares, hidden: Tensor) -> Scores:
@@ -110,6 +111,8 @@ class SharedValues:
         self.tokens = tokens or Slices(plan.num_tokens)
 
     def outputs(self, model: nn.Module, hidden: Tensor, scored: Slices) -> dict[str, Tensor]:
-        """``(r, E)`` hidden states of this rank's predictor rows -> ``(r,)`` values, float32 or float64."""
-        values = model.score(hidden).squeeze(-1)
-        return {"values": values if values.dtype == torch.float64 else values.float()}
+        """``(r, E)`` hidden states of this rank's predictor rows -> ``(r,)`` values in the dtype of the forward.
+
+        So verl stores them, where log-probs are float32.
+        """
+        return {"values": model.score(hidden).squeeze(-1)}

@@ -36,6 +36,10 @@ class Scores(NamedTuple):
     entropy: Tensor | None
     sum_pi_squared: Tensor | None
 
+    def by_name(self) -> dict[str, Tensor]:
+        """Those that were asked for."""
+        return {name: values for name, values in self._asdict().items() if values is not None}
+
 
 def check_temperature(temperature: float | Tensor, num_rows: int | None = None, zero: bool = True) -> float | Tensor:
     """A temperature as users give it: a number, or a tensor of one for all or ``(B,)``.

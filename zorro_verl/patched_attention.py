@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from zorro_verl.families import check_causal, check_training, window_of
 from zorro_verl.interleaved import as_lists, first_of_rows, partition, prompt_pairs
-from zorro_verl.models import SharedCall, check_noise, led_config, name_of
+from zorro_verl.layer_call import SharedCall, led_config
+from zorro_verl.models import check_noise, name_of
 from zorro_verl.padded_plan import build_padded_plan, check_response_length
 from zorro_verl.patched_forward import PatchCounts
 from zorro_verl.prefixes import value_ids_where

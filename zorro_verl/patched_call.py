@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zorro_verl.layer_call import no_mask
 from zorro_verl.media import MODEL_INPUTS
-from zorro_verl.models import no_mask
 from zorro_verl.padded_plan import build_padded_plan
 from zorro_verl.prefixes import value_ids_where
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from zorro_verl.families import text_config
+from zorro_verl.layer_call import LayerConfig
 from zorro_verl.log_probs import check_temperature
 from zorro_verl.metrics import call_stats
-from zorro_verl.models import LayerConfig, SeamForward, kernels_for, name_of, seam_of
+from zorro_verl.models import SeamForward, kernels_for, name_of, seam_of
 from zorro_verl.padded_plan import check_response_length
 from zorro_verl.patched_call import UNSHARED_REASONS, PatchedCall
 from zorro_verl.reconstruct import gather_rows

@@ -16,7 +16,7 @@ Gradients are those of the sum of all ranks' losses, which is what FSDP's averag
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -51,14 +51,18 @@ class Slices:
         """Whether this rank's slice is all there is, without padding: then every method gives back what it got."""
         return self.size == 1 and self.per_rank == self.count
 
-    @cached_property
-    def _own_index(self) -> Tensor:
-        start = self.rank * self.per_rank
-        return torch.arange(start, start + self.per_rank).clamp(max=self.count - 1)
-
     def own(self, values: Tensor, dim: int = -1) -> Tensor:
         """This rank's slice: N items of ``values`` along ``dim`` -> t of them. Padding repeats the last one."""
-        return values if self.whole_here else values.index_select(dim, self._own_index.to(values.device))
+        if self.whole_here:
+            return values
+        start = min(self.rank * self.per_rank, self.count)
+        here = min(self.per_rank, self.count - start)
+        part = values.narrow(dim, start, here)
+        if here == self.per_rank:
+            return part
+        shape = [-1] * values.dim()
+        shape[dim] = self.per_rank - here
+        return torch.cat([part, values.narrow(dim, self.count - 1, 1).expand(shape)], dim)
 
     def whole(self, values: Tensor) -> Tensor:
         """All ranks' slices: ``(t, ...)`` -> ``(N, ...)``, padding dropped."""
@@ -86,7 +90,7 @@ class Slices:
             members = [i for i, x in enumerate(parts) if x.dtype == dtype]
             sent = torch.cat([parts[i].flatten(2) for i in members], 2).transpose(0, 1)
             pieces = _Trade.apply(sent, self.group).flatten(0, 1)[: self.count]
-            for i, piece in zip(members, pieces.split([parts[i][0, 0].numel() for i in members], 1), strict=True):
+            for i, piece in zip(members, pieces.split([parts[i].shape[2:].numel() for i in members], 1), strict=True):
                 received[i] = piece.unflatten(1, parts[i].shape[2:])
         return tuple(received)
 
@@ -106,7 +110,7 @@ class Slices:
 
     def own_heads(self, values: Tensor) -> Tensor:
         """Of values per head ``(H, ...)``, the same on all ranks, those whose heads `to_heads` gives this rank."""
-        return values.unflatten(0, (self.size, -1))[self.rank]
+        return values.unflatten(0, (self.size, values.shape[0] // self.size))[self.rank]
 
     def _head_parts(self, x: Tensor) -> Tensor:
         """``(t, H, ...)`` -> ``(t, size, heads of each rank, ...)``."""
@@ -115,28 +119,30 @@ class Slices:
             x = x.repeat_interleave(self.size // heads, 1)
         elif heads % self.size:
             raise _indivisible(heads, self.size)
-        return x.unflatten(1, (self.size, -1))
+        return x.unflatten(1, (self.size, x.shape[1] // self.size))  # not -1: there may be no token
 
 
-def check_heads(size: int, **heads: int) -> None:
+def check_heads(key: str, size: int, heads: Mapping[str, int]) -> None:
     """Refuse ranks that a model's heads don't divide over, before anything runs.
 
     Args:
+        key: of the config, which set the size.
         size: ranks of a sequence-parallel group.
-        heads: counts by the config's names; of ``num_key_value_heads`` there may be fewer than ranks.
+        heads: counts by the names of the model's config; of ``num_key_value_heads`` there may be fewer than ranks.
 
     Raises:
         ValueError: heads that don't divide.
     """
     for name, count in heads.items():
-        if count % size and not (name == "num_key_value_heads" and size % count == 0):
-            raise _indivisible(count, size, name)
+        few = name == "num_key_value_heads"
+        if count % size and not (few and size % count == 0):
+            expected = f"a divisor{' or a multiple' if few else ''} of {count}, the model's {name}"
+            raise ValueError(f"{key}: expected {expected}, got {size}; set it to one that fits all of {dict(heads)}")
 
 
-def _indivisible(heads: int, size: int, name: str = "heads of a layer") -> ValueError:
+def _indivisible(heads: int, size: int) -> ValueError:
     return ValueError(
-        f"ulysses_sequence_parallel_size: expected a divisor of {heads}, the model's {name}, got {size}; set "
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size to one"
+        f"ulysses_sequence_parallel_size: expected a divisor of {heads}, the heads of a layer, got {size}"
     )
 
 

@@ -21,9 +21,7 @@ _BUDGET = "+critic.ppo_infer_max_token_len_per_gpu (critic.ppo_max_token_len_per
 _SIZE = "+critic.fsdp.micro_batch_size_per_gpu (+critic.fsdp.infer_micro_batch_size_per_gpu for values)"
 _KEYS = (
     ("actor_rollout_ref.actor.strategy", "critic.strategy"),
-    ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "critic.fsdp.ulysses_sequence_parallel_size"),
     ("actor_rollout_ref.model", "critic.model"),
-    ("critic.fsdp_config", "critic.fsdp"),
     ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu (rollout/ref: log_prob_max_token_len_per_gpu)", _BUDGET),
     ("ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu for log-probs)", _BUDGET),
     ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu (rollout/ref: log_prob_micro_batch_size_per_gpu)", _SIZE),

@@ -15,8 +15,9 @@ from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
 
 from zorro_verl.actor_options import check_offload, check_options
 from zorro_verl.distillation import check_teaching
-from zorro_verl.families import check_supported, check_training
+from zorro_verl.families import check_supported, check_training, head_counts
 from zorro_verl.options import ZorroOptions
+from zorro_verl.sequence_parallel import check_heads
 from zorro_verl.value_models import check_adapters, check_value_model, critic_keys
 
 logger = logging.getLogger(__name__)
@@ -91,8 +92,13 @@ def _check_actor(config: DictConfig) -> None:
     for place in places:
         check_options(OmegaConf.select(config, f"actor_rollout_ref.{place}"), f"actor_rollout_ref.{place}")
     _check_distillation(config)
-    _warn_of_norm(config.actor_rollout_ref.actor)
-    check_model(config.actor_rollout_ref.model, "actor_rollout_ref.model")
+    actor = config.actor_rollout_ref.actor
+    _warn_of_norm(actor)
+    hf_config = check_model(config.actor_rollout_ref.model, "actor_rollout_ref.model")
+    if hf_config is not None:
+        ranks = max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size)
+        key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+        check_heads(key, ranks, head_counts(hf_config))
 
 
 def _warn_of_norm(actor: DictConfig) -> None:
@@ -117,6 +123,8 @@ def _check_critic(critic: DictConfig) -> None:
     hf_config = check_model(critic.model, "critic.model")
     if hf_config is not None:
         check_value_model(hf_config)
+        ranks = critic.fsdp.ulysses_sequence_parallel_size
+        check_heads("critic.fsdp.ulysses_sequence_parallel_size", ranks, head_counts(hf_config))
 
 
 def _check_distillation(config: DictConfig) -> None:

@@ -85,7 +85,7 @@ def check_batch(data: TensorDict, rows: Rows, vocabulary: int, axes: tuple[int, 
     if not torch.equal(positions, rows.cu_seqlens):
         raise ValueError("position_ids: expected rows as long as those of input_ids, got others")
     lens = rows.response_lens
-    for key in ("response_mask", "loss_mask", "old_log_probs", "advantages", "ref_log_prob"):
+    for key in ("response_mask", "loss_mask", "old_log_probs", "advantages", "ref_log_prob", "values", "returns"):
         value = data.get(key, None)
         if isinstance(value, torch.Tensor) and value.is_nested and not torch.equal(value.offsets().diff().cpu(), lens):
             raise ValueError(f"{key}: expected rows as long as the responses, got others")

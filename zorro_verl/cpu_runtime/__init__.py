@@ -7,7 +7,7 @@
 `trainer.device=cpu` is the choice; `VERL_PLATFORM=cpu` in the environment is the same choice. Without either, nothing
 in here is loaded and verl looks for an accelerator as ever, on a driver that has none too. A run that chose the CPU
 
-* takes `strategy=fsdp2` (verl's own engine) or `zorro`, critics `fsdp2`; `fsdp` is a ValueError that names `fsdp2`;
+* takes `strategy=fsdp2` (verl's own engine) or `zorro`, critics too; `fsdp` is a ValueError that names `fsdp2`;
 * starts Ray with `trainer.n_gpus_per_node` logical slots, one a worker process, and tells every worker its platform. To
   join a cluster, start its nodes with `ray start --num-gpus=<slots>`;
 * gets `attn_implementation=sdpa` where the config names none, and no `torch.compile`;
