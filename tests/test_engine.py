@@ -205,6 +205,9 @@ def data_error_on_one_rank(rank, path):
         (no_prompt, {}, r"row\(s\) \[2\].*rank 1"),
         (unknown, {}, "input_ids: expected tokens"),
         (rows, {"temperature": torch.ones(4, 1)}, "temperature"),
+        (rows, {"temperature": torch.tensor([1.0, 1.0, float("nan"), 1.0])}, "temperature: expected values"),
+        (rows, {"temperature": None}, "temperature"),
+        (rows, {"rollout_is_weights": jagged([torch.ones(n) for n in (3, 5, 4, 4)])}, "rollout_is_weights"),
         (rows, {"position_ids": positions}, "position_ids"),
         (rows, {"position_ids": jagged([torch.arange(9.0)] * 4)}, "position_ids"),
         (rows, {"advantages": jagged([torch.ones(n) for n in (3, 5, 4, 4)])}, "advantages"),
@@ -213,7 +216,7 @@ def data_error_on_one_rank(rank, path):
     ):
         data = verl_batch(these if rank == 1 else rows, global_batch_size=8, max_token_len_per_gpu=20)
         for key, value in change.items() if rank == 1 else ():
-            data.pop(key)
+            data.pop(key, None)
             if value is not None:
                 data[key] = value
         with engine.train_mode(), pytest.raises(ValueError, match=message):
@@ -253,6 +256,16 @@ def odd_batches(rank, path):
 
     compare("tool tokens out of the loss", tool_tokens)
     compare("a temperature per row", temperature=torch.tensor([0.5, 2.0, 1.0, 0.7]))
+    per_row = torch.tensor([0.5, 2.0, 1.0, 0.7])
+    compare(
+        "a temperature per row in each micro-batch", lambda d: d.set("temperature", per_row), max_token_len_per_gpu=14
+    )
+    with zorro.eval_mode():  # where it is no field of the rows, verl's engine fails
+        whole, cut = (
+            zorro.infer_batch(verl_batch(rows, temperature=per_row, max_token_len_per_gpu=budget))["model_output"]
+            for budget in (1000, 14)
+        )
+    assert (whole["log_probs"].values() - cut["log_probs"].values()).abs().max() <= TOLERANCE
     compare("every row alone", these=[(tokens(n, g), tokens(3, g)) for n in (4, 2, 9)])
     compare("one row", these=rows[:1])
     compare("one prompt token, one response token", these=[(prompt[:1], tokens(1, g)) for _ in range(3)])
@@ -295,9 +308,10 @@ def refused_at_start(rank, path):
     from zorro_verl.options import ZorroOptions
 
     for settings, message in (
-        ({"engine": {"ulysses_sequence_parallel_size": 2}}, "ulysses_sequence_parallel_size"),
-        ({"engine": {"pad_to_length": True}}, "pad_to_length"),
-        ({"model": {"use_fused_kernels": True}}, "use_fused_kernels"),
+        ({"engine": {"ulysses_sequence_parallel_size": 0}}, "ulysses_sequence_parallel_size: .* at least 1, got 0"),
+        ({"engine": {"ulysses_sequence_parallel_size": 3}}, "ulysses_sequence_parallel_size: .*num_attention_heads"),
+        ({"engine": {"ulysses_sequence_parallel_size": 2}}, "ulysses_sequence_parallel_size: .*divisor of 1 ranks"),
+        ({"engine": {"pad_to_length": True, "pad_to_length_bucket": 0}}, "pad_to_length_bucket: .* at least 1, got 0"),
         ({"model": {"use_liger": True}}, "use_liger"),
         ({"zorro": ZorroOptions(base_strategy="fsdp")}, "base_strategy.*fsdp2"),
         ({"zorro": ZorroOptions(attn_implementation="flash_attention_2")}, "flash_attention_2.*cuda"),

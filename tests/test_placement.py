@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from tiny import jagged, verl_batch
 from tiny_run import logged_steps, make_material, overrides, run_trainer
 
+from zorro_verl.batching import place_groups
 from zorro_verl.options import ZorroOptions
 
 
@@ -165,6 +166,20 @@ def test_padding_rows_fill_the_gaps_and_every_mini_batch_has_something_to_learn(
     assert pieces(sizes, parts) == [1] * 9
     real = [sum(isinstance(row, int) for part in parts[m::4] for row in part) for m in range(4)]
     assert sorted(real) == [8, 8, 8, 12]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mini_batches", "cell", "sizes"), [(1, 3, 5, [1, 2, 3]), (2, 2, 4, [3, 4]), (3, 3, 12, [1, 4, 5, 6])]
+)
+def test_no_mini_batch_is_padding_alone(ranks, mini_batches, cell, sizes):
+    groups = [g for g, size in enumerate(sizes) for _ in range(size)]
+    num_rows = ranks * mini_batches * cell
+    fillers = list(range(len(groups), num_rows))
+    groups += [len(sizes)] * len(fillers)
+    order = place_groups(groups, [9] * num_rows, [1] * num_rows, ranks, mini_batches, fillers)
+    parts = torch.tensor(order).view(ranks, mini_batches, cell).transpose(0, 1).flatten(1)
+    assert sorted(order) == list(range(num_rows))
+    assert all((part < fillers[0]).any() for part in parts)
 
 
 def test_ragged_groups_are_cut_as_seldom_as_can_be(monkeypatch):

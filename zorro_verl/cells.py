@@ -38,7 +38,9 @@ def fill_cells(kinds: Sequence[Kind], cut_costs: Sequence[int], cell: int) -> li
     cheapest: dict[Kind, list[int]] = defaultdict(list)
     for group in sorted(range(len(kinds)), key=lambda g: cut_costs[g], reverse=True):
         cheapest[kinds[group]].append(group)
-    return [_cut(members, k, cell, cheapest, cut_costs) for k, members in sorted(sets, key=lambda s: -s[0])]
+    # Those with the most rows that are no fillers come first: dealt in this order, they reach every mini-batch.
+    sets.sort(key=lambda s: (-s[0], -sum(size * n for (size, free), n in s[1].items() if not free)))
+    return [_cut(members, k, cell, cheapest, cut_costs) for k, members in sets]
 
 
 def _exact_sets(counts: Counter[Kind], cell: int, num_cells: int, alike: bool) -> list[tuple[int, Counter[Kind]]]:
@@ -66,7 +68,7 @@ def _alike(left: Counter[Kind], rows: int, k: int, num_cells: int) -> Counter[Ki
 
 def _of_sum(left: Counter[Kind], rows: int) -> Counter[Kind] | None:
     """Groups of exactly ``rows`` rows, the largest that are possible; None if there are no such groups."""
-    kinds = sorted(kind for kind in left if kind[0] <= rows)
+    kinds = sorted((kind for kind in left if kind[0] <= rows), key=lambda kind: (kind[0], not kind[1]))
     reachable = [1]  # bit r is set when the kinds so far can sum up to r
     within = (1 << rows + 1) - 1
     for kind in kinds:

@@ -29,7 +29,7 @@ from zorro_verl.grouping import Rows
 from zorro_verl.heads import SharedPrompt, SharedValues
 from zorro_verl.media import Media, Vision
 from zorro_verl.metrics import ShareCounts, skipped_step_metric
-from zorro_verl.micro_batches import MicroBatches, token_budget
+from zorro_verl.micro_batches import MicroBatches, check_count, token_budget
 from zorro_verl.models import install, position_axes
 from zorro_verl.options import CONFIG_KEY
 from zorro_verl.packing import Plan, build_plan
@@ -88,8 +88,14 @@ class SharedEngine:
         check_options(engine_config, place)
         check_options(model_config, self.model_key)
         check_offload(model_config, model_config.hf_config, self.model_key)
-        ranks = engine_config.ulysses_sequence_parallel_size
+        ranks, world = engine_config.ulysses_sequence_parallel_size, torch.distributed.get_world_size()
+        if engine_config.pad_to_length:
+            check_count(f"{place}.pad_to_length_bucket", engine_config.pad_to_length_bucket)
         check_heads(f"{place}.ulysses_sequence_parallel_size", ranks, head_counts(model_config.hf_config))
+        if world % ranks:
+            raise ValueError(
+                f"{place}.ulysses_sequence_parallel_size: expected a divisor of {world} ranks, got {ranks}"
+            )
         if self.options.base_strategy == "fsdp" and get_device_name() == "cpu":
             raise ValueError(
                 f"{CONFIG_KEY}.base_strategy: expected fsdp2 on a CPU, got fsdp (FSDP1 needs an accelerator)"
@@ -180,6 +186,9 @@ class SharedEngine:
                     "multi_modal_inputs: expected images or videos on a rank, got both: the vision tower would run "
                     "twice there and once elsewhere, and ranks would wait for each other; train on one kind at a time"
                 )
+            if isinstance(data["temperature"], Tensor) and data["temperature"].dim() > 0:
+                # A field of the rows: what is none goes whole into every micro-batch.
+                data.set("temperature", data["temperature"].expand(rows.num_rows))
             batch = MicroBatches(rows, media)
             budget = self._token_budget(data, batch.longest_row)
             indices = batch.split(*budget)

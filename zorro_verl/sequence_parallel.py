@@ -133,6 +133,8 @@ def check_heads(key: str, size: int, heads: Mapping[str, int]) -> None:
     Raises:
         ValueError: heads that don't divide.
     """
+    if type(size) is not int or size < 1:
+        raise ValueError(f"{key}: expected an integer of at least 1, got {size!r}")
     for name, count in heads.items():
         few = name == "num_key_value_heads"
         if count % size and not (few and size % count == 0):

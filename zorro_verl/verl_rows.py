@@ -9,9 +9,22 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 from zorro_verl.grouping import Rows
+from zorro_verl.log_probs import check_temperature
 from zorro_verl.media import Media, Vision
 
 MEDIA = "multi_modal_inputs"
+# What verl's losses read of each response token.
+PER_RESPONSE_TOKEN = (
+    "response_mask",
+    "loss_mask",
+    "old_log_probs",
+    "advantages",
+    "ref_log_prob",
+    "rollout_log_probs",
+    "rollout_is_weights",
+    "values",
+    "returns",
+)
 
 
 def rows_from_verl(data: TensorDict, vision: Vision | None = None) -> tuple[Rows, Media]:
@@ -76,16 +89,14 @@ def check_batch(data: TensorDict, rows: Rows, vocabulary: int, axes: tuple[int, 
     for key in ("loss_mask", "temperature"):
         if key not in data.keys():
             raise ValueError(f"{key}: expected in the batch, got none")
-    temperature = data["temperature"]
-    if isinstance(temperature, torch.Tensor) and temperature.dim() > 0 and temperature.shape != (rows.num_rows,):
-        raise ValueError(f"temperature: expected a number or ({rows.num_rows},), got {tuple(temperature.shape)}")
+    check_temperature(data["temperature"], rows.num_rows)
     check_tokens(rows, vocabulary)
     check_axes(rows, axes)
     positions = data["position_ids"].offsets().cpu()
     if not torch.equal(positions, rows.cu_seqlens):
         raise ValueError("position_ids: expected rows as long as those of input_ids, got others")
     lens = rows.response_lens
-    for key in ("response_mask", "loss_mask", "old_log_probs", "advantages", "ref_log_prob", "values", "returns"):
+    for key in PER_RESPONSE_TOKEN:
         value = data.get(key, None)
         if isinstance(value, torch.Tensor) and value.is_nested and not torch.equal(value.offsets().diff().cpu(), lens):
             raise ValueError(f"{key}: expected rows as long as the responses, got others")
