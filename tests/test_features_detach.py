@@ -1,4 +1,4 @@
-"""``trainer_mode=separate_async``: weights set aside and taken back by verl's own worker, counts of several updates."""
+"""Asynchronous trainers: weights set aside and taken back by verl's own worker, counts of several updates."""
 
 import types
 
@@ -68,28 +68,48 @@ def test_the_handlers_of_fsdp1_are_verls():
     assert weight_handlers("fsdp") == (fsdp1_sharded_save_to_cpu, fsdp1_sharded_load_from_cpu)
 
 
-def test_counts_of_several_updates_are_added():
-    import verl.trainer.ppo.v1.trainer_base  # noqa: F401  as in the task runner
-    from verl.trainer.ppo.v1.utils import MetricsAggregator
-
+def two_updates(aggregator, **more):
+    """A step of two updates, as its trainer hands them over."""
     updates = [
         {"zorro/tokens_total": 90.0, "zorro/tokens_packed": 30.0, "zorro/token_ratio": 3.0, "zorro/groups": 4.0},
         {"zorro/tokens_total": 20.0, "zorro/tokens_packed": 20.0, "zorro/token_ratio": 1.0, "zorro/groups": 2.0},
     ]
-    aggregator = MetricsAggregator()
+    others = {"zorro/fallback/group_cut": 1.0, "zorro/ref/token_ratio": 2.0, "actor/loss": 5.0}
     for metrics in updates:
-        aggregator.add_step_metrics(
-            metrics | {"zorro/fallback/group_cut": 1.0, "zorro/ref/token_ratio": 2.0, "actor/loss": 5.0}, sample_count=8
-        )
-    assert aggregator.get_aggregated_metrics() == {
-        "zorro/tokens_total": 110.0,
-        "zorro/tokens_packed": 50.0,
-        "zorro/token_ratio": 2.2,
-        "zorro/groups": 6.0,
-        "zorro/fallback/group_cut": 2.0,
-        "zorro/ref/token_ratio": 2.0,
-        "actor/loss": 5.0,
-    }
+        aggregator.add_step_metrics(metrics | others | more, sample_count=8)
+    return aggregator.get_aggregated_metrics()
+
+
+ADDED = {
+    "zorro/tokens_total": 110.0,
+    "zorro/tokens_packed": 50.0,
+    "zorro/token_ratio": 2.2,
+    "zorro/groups": 6.0,
+    "zorro/fallback/group_cut": 2.0,
+    "zorro/ref/token_ratio": 2.0,
+    "actor/loss": 5.0,
+}
+
+
+def test_counts_of_several_updates_are_added():
+    import verl.trainer.ppo.v1.trainer_base  # noqa: F401  as in the task runner
+    from verl.trainer.ppo.v1.utils import MetricsAggregator
+
+    assert two_updates(MetricsAggregator()) == ADDED
     stock = MetricsAggregator()
     stock.add_step_metrics({"actor/loss": 5.0})
+    assert stock.get_aggregated_metrics() == {"actor/loss": 5.0}
+
+
+@pytest.mark.slow
+def test_counts_of_a_fully_asynchronous_step_are_added():
+    """There verl makes the throughput of the step from its tokens and its time, and so is the executed one."""
+    from verl.experimental.fully_async_policy.detach_utils import MetricsAggregator
+
+    perf = {"perf/throughput": 7.0, "perf/total_num_tokens": 110.0, "perf/time_per_step": 5.0}
+    metrics = two_updates(MetricsAggregator(total_gpus=2), **perf, **{"zorro/throughput_executed": 3.0})
+    throughput = {"perf/throughput": 220 / (10 * 2), "perf/total_num_tokens": 220.0, "perf/time_per_step": 10.0}
+    assert metrics == ADDED | throughput | {"zorro/throughput_executed": pytest.approx(11 / 2.2)}
+    stock = MetricsAggregator(total_gpus=2)
+    stock.add_step_metrics({"actor/loss": 5.0}, sample_count=8)
     assert stock.get_aggregated_metrics() == {"actor/loss": 5.0}

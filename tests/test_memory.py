@@ -170,6 +170,25 @@ def test_the_budget_that_fits_is_the_largest():
     assert largest_token_budget(config_8b(), room, checkpointing=True, logits_optimization="memory") > budget
 
 
+@pytest.mark.parametrize("logits_optimization", ["none", "memory"])
+def test_the_budget_of_sliced_rows_is_per_device(logits_optimization):
+    """verl gives a micro-batch the budget times the devices of a row, and each of them has its room."""
+    room, options = 30 << 30, {"checkpointing": True, "logits_optimization": logits_optimization}
+    budget = largest_token_budget(config_8b(), room, 0.5, sequence_parallel=4, **options)
+
+    def peak(budget):
+        return activation_memory(config_8b(), 4 * budget, 2 * budget, sequence_parallel=4, **options).peak
+
+    assert peak(budget) <= room < peak(budget + 1)
+    alone = largest_token_budget(config_8b(), room, 0.5, **options)
+    # The gathered states are the head's, and with "memory" a layer's backward is the larger of the two.
+    assert budget < alone if logits_optimization == "none" else budget == alone
+    one = peak(1)
+    assert largest_token_budget(config_8b(), one, 0.5, sequence_parallel=4, **options) == 1
+    with pytest.raises(ValueError, match=f"at least {one} bytes, what one token per device takes, got {one - 1}"):
+        largest_token_budget(config_8b(), one - 1, 0.5, sequence_parallel=4, **options)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -190,7 +209,7 @@ def test_what_cannot_be(change, words):
 
 
 def test_no_room():
-    with pytest.raises(ValueError, match="available: expected at least [0-9]+ bytes, what one token takes, got 1000"):
+    with pytest.raises(ValueError, match="available: expected at least [0-9]+ bytes, .* per device takes, got 1000"):
         largest_token_budget(config_8b(), 1000, checkpointing=True)
     with pytest.raises(ValueError, match=r"response_share: expected 0 to 1, got 1.5"):
         largest_token_budget(config_8b(), 1 << 30, 1.5, checkpointing=True)

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import logging
 import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +12,7 @@ from fresh_process import run_python
 
 from zorro_verl.post_import import PostImportFinder, after_import
 from zorro_verl.refusal import refuse_trainer, refusing_engine
+from zorro_verl.wrapping import wrap_once
 
 
 @pytest.fixture
@@ -121,6 +123,103 @@ def test_stand_ins_raise_the_reason_and_only_when_asked_for():
     assert Trainer(Config("fsdp2")).built
     with pytest.raises(ValueError, match="the reason"):
         Trainer(Config("zorro"))
+
+
+def test_a_function_is_wrapped_once():
+    class Owner:
+        def method(self, x):
+            """Said of it."""
+            return x
+
+    stock = Owner.method
+    for _ in range(2):
+        wrap_once(Owner, "method", lambda original: lambda self, x: original(self, x) + 1)
+    assert Owner().method(1) == 2
+    assert Owner.method.__wrapped__ is stock
+    assert (Owner.method.__name__, Owner.method.__doc__) == ("method", "Said of it.")
+    assert list(inspect.signature(Owner.method).parameters) == ["self", "x"]
+
+
+def test_every_method_of_verls_engines_that_is_overridden_has_its_signature_checked():
+    """By the class of verl's that has it next: what the override calls with ``super()``, or stands for."""
+    import zorro_verl.actor
+    import zorro_verl.critic
+    from zorro_verl.plugin import ENGINE, SIGNATURES
+
+    checked = {(s.owner, s.method) for s in SIGNATURES if s.module == ENGINE}
+    overridden = set()
+    for engine in (zorro_verl.actor.DeduplicatedActor, zorro_verl.critic.DeduplicatedCritic):
+        verls = [c for c in engine.__mro__ if c.__module__.startswith("verl.workers.engine")]
+        ours = [c for c in engine.__mro__ if c.__module__.startswith("zorro_verl")]
+        names = {name for c in ours for name, value in vars(c).items() if inspect.isfunction(value)}
+        owners = {name: next((c.__name__ for c in verls if name in vars(c)), None) for name in names}
+        overridden |= {(owner, name) for name, owner in owners.items() if owner is not None}
+    assert {name for _, name in overridden} >= {"__init__", "_init_device_mesh", "_build_module", "train_batch"}
+    assert overridden <= checked, overridden - checked
+
+
+@pytest.mark.slow
+def test_every_function_of_verl_that_is_replaced_has_its_signature_checked_and_stands_in_the_table():
+    output = run_python(
+        """
+        import importlib, inspect, sys
+        import zorro_verl.plugin as plugin
+
+        plugin.check_verl(*(signature.module for signature in plugin.SIGNATURES))
+        checked = {(s.module, ".".join(part for part in s[1:3] if part)) for s in plugin.SIGNATURES}
+        replaced = set()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+            found = list(vars(sys.modules[name]).values())
+            found += [value for owner in found if inspect.isclass(owner) for value in vars(owner).values()]
+            for value in found:
+                if inspect.isfunction(value) and hasattr(value, "wrapped_by_zorro"):
+                    replaced.add((value.__module__, value.__qualname__))
+        assert {module for module, _ in replaced} >= {plugin.TRAINER, plugin.LEGACY_TRAINER, *plugin.WRAPS}, replaced
+        assert replaced <= checked, replaced - checked
+        for module, function in replaced:
+            row = f"{module}.{function.partition('.')[0]}".removeprefix("verl.")
+            assert f"| `{row}` |" in plugin.__doc__, row
+        print("CHECKED", len(replaced))
+        """
+    )
+    assert "CHECKED" in output
+    assert "could not" not in output, output
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [
+        ({}, {"TRAINER"}),
+        ({"trainer": {"use_v1": False}}, {"LEGACY_TRAINER", "THROUGHPUT"}),
+        (
+            {"trainer": {"use_v1": True, "v1": {"trainer_mode": "separate_async"}}},
+            {"TRAINER", "DETACH_WORKER", "FSDP_WEIGHTS", "AGGREGATOR"},
+        ),
+        ({"distillation": {"enabled": True}}, {"TRAINER", "DISTILLATION"}),
+        ({"critic": {"shuffle": True}}, {"TRAINER", "WORKER"}),
+    ],
+)
+def test_the_driver_checks_what_its_run_needs(settings, more, monkeypatch):
+    """Before Ray is started, so that the run doesn't end in a worker, or go on with less than it asked for."""
+    from omegaconf import OmegaConf
+
+    from zorro_verl import plugin, verl_config
+
+    seen, told = [], []
+    monkeypatch.setattr(plugin, "check_verl", lambda *modules: seen.append(set(modules)))
+    for name in ("check_run", "spread_options"):
+        monkeypatch.setattr(verl_config, name, told.append)
+    device = types.SimpleNamespace(auto_set_device=told.append)
+    plugin.wrap_auto_set_device(device)
+    base = {"trainer": {"device": "cuda"}, "actor_rollout_ref": {"actor": {"strategy": "zorro"}}}
+    config = OmegaConf.merge(base, settings)
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    device.auto_set_device(config)
+    assert seen == [{plugin.ENGINE, plugin.DEVICE, *(getattr(plugin, name) for name in more)}]
+    assert told == [config] * 3
+    config.actor_rollout_ref.actor.strategy = "fsdp2"
+    device.auto_set_device(config)
+    assert len(seen) == 1
 
 
 # What verl looks like without the plug-in, as far as the plug-in could touch it.
@@ -242,12 +341,16 @@ def test_the_engine_and_the_trainer_are_registered_once_by_every_route(route):
     assert "could not" not in output, output
 
 
-def test_the_actor_imported_before_verl_registers_itself():
+@pytest.mark.parametrize("first", ["actor", "critic", "engine", "data_proto"])
+def test_whatever_is_imported_before_verl_the_engines_are_registered(first):
     output = run_python(
-        """
-        from zorro_verl.actor import DeduplicatedActor
+        f"""
+        import zorro_verl.{first}
         from verl.workers.engine import EngineRegistry
-        assert set(EngineRegistry._engines["language_model"]["zorro"].values()) == {DeduplicatedActor}
+        from zorro_verl.actor import DeduplicatedActor
+        from zorro_verl.critic import DeduplicatedCritic
+        assert set(EngineRegistry._engines["language_model"]["zorro"].values()) == {{DeduplicatedActor}}
+        assert set(EngineRegistry._engines["value_model"]["zorro"].values()) == {{DeduplicatedCritic}}
         """
     )
     assert "could not" not in output, output

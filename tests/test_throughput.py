@@ -1,5 +1,6 @@
 """Effective throughput: what is counted is what ran, each rank's once, and verl's numbers stand beside ours."""
 
+import importlib
 import inspect
 import logging
 import re
@@ -22,6 +23,7 @@ from zorro_verl.metrics import ShareCounts
 from zorro_verl.micro_batches import MicroBatches
 from zorro_verl.models import install, uninstall
 from zorro_verl.packing import build_plan
+from zorro_verl.throughput import let_wait, wrap_throughput
 from zorro_verl.trainer import wrap_legacy_trainer, wrap_ppo_trainer
 
 
@@ -232,6 +234,7 @@ def test_every_metric_is_documented_and_no_other():
     module, legacy = v1_module(), legacy_module()
     wrap_ppo_trainer(module)
     wrap_legacy_trainer(legacy)
+    wrap_throughput(legacy)
     step, batch = v1_step(module.PPOTrainer()), SimpleNamespace(meta_info={})
     legacy.RayPPOTrainer()._compute_old_log_prob(batch)
     step |= legacy.compute_throughout_metrics(batch, {}, 1)
@@ -258,6 +261,7 @@ def legacy_module(strategy="zorro"):
             update_actor=lambda batch: {"metrics": counts_of_call(2) | {"mfu": [0.3, 0.5]}},
             compute_log_prob=lambda batch: {"metrics": counts_of_call(2) | {"mfu": 0.2}},
         )
+        critic_wg = v1_module(strategy).PPOTrainer.critic_wg
 
         def _balance_batch(self, batch, metrics):
             raise AssertionError
@@ -274,10 +278,12 @@ def legacy_module(strategy="zorro"):
             return "ref log probs"
 
         def _compute_values(self, batch):
-            raise AssertionError
+            return self.critic_wg.infer_batch(batch)["metrics"]["mfu"]
 
         def _update_critic(self, batch):
-            raise AssertionError
+            output = self.critic_wg.train_mini_batch(batch)["metrics"]
+            assert output.keys() == {"mfu"}, "what verl would average"
+            return output
 
     def compute_throughout_metrics(batch, timing_raw, n_gpus):
         return {"perf/throughput": 1000.0}
@@ -288,20 +294,45 @@ def legacy_module(strategy="zorro"):
 def test_both_numbers_are_in_the_step_of_the_legacy_trainer():
     """Its methods are handed no metrics: what they measure waits in the step's batch until verl logs its throughput."""
     module = legacy_module()
-    wrap_legacy_trainer(module)
-    wrap_legacy_trainer(module)
+    for _ in range(2):
+        wrap_legacy_trainer(module)
+        wrap_throughput(module)
     trainer, batch = module.RayPPOTrainer(), SimpleNamespace(meta_info={})
     assert trainer._compute_old_log_prob(batch) == ("log probs", 0.2)
     assert trainer._compute_ref_log_prob(batch) == "ref log probs"
+    assert trainer._compute_values(batch) == 0.2
+    assert trainer._update_critic(batch) == {"mfu": [0.2]}
     updated = trainer._update_actor(batch).meta_info["metrics"]
     metrics = module.compute_throughout_metrics(batch=batch, timing_raw={}, n_gpus=1)
     assert updated["perf/mfu/actor"] == [0.3, 0.5]
     assert updated["zorro/mfu_executed"] == metrics["zorro/mfu_executed"] == pytest.approx(0.4 / 4)
     assert metrics["zorro/old_log_prob/mfu_executed"] == metrics["zorro/ref/mfu_executed"] == pytest.approx(0.2 / 4)
     assert metrics["zorro/old_log_prob/token_ratio"] == metrics["zorro/ref/token_ratio"] == 2
+    assert metrics["zorro/values/mfu_executed"] == metrics["zorro/critic/mfu_executed"] == pytest.approx(0.2 / 4)
+    assert metrics["zorro/values/token_ratio"] == metrics["zorro/critic/token_ratio"] == 2
     assert metrics["zorro/throughput_executed"] == 500
     fresh = SimpleNamespace(meta_info={})
     assert module.compute_throughout_metrics(fresh, {}, 1) == {"perf/throughput": 1000}, "each batch has its own"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "verl.trainer.ppo.ray_trainer",
+        "verl.experimental.separation.ray_trainer",  # which one step off-policy and fully asynchronous are built on
+    ],
+)
+def test_what_waits_reaches_the_log_of_every_legacy_trainer(name):
+    """Each imports verl's function by name: it has to be ours by then."""
+    trainer = importlib.import_module(name)
+    batch = SimpleNamespace(meta_info={"global_token_num": [600, 600]})
+    stock = {"perf/total_num_tokens": 1200, "perf/time_per_step": 2.0, "perf/throughput": 300.0}
+    assert trainer.compute_throughout_metrics(batch, {"step": 2.0}, 2) == stock
+    let_wait(batch, {"zorro/token_ratio": 3.0})
+    let_wait(batch, {"zorro/ref/token_ratio": 2.0})
+    waited = {"zorro/token_ratio": 3.0, "zorro/ref/token_ratio": 2.0, "zorro/throughput_executed": 100.0}
+    assert trainer.compute_throughout_metrics(batch=batch, timing_raw={"step": 2.0}, n_gpus=2) == stock | waited
 
 
 @pytest.mark.parametrize(("make", "wrap"), [(v1_module, wrap_ppo_trainer), (legacy_module, wrap_legacy_trainer)])
@@ -309,6 +340,7 @@ def test_other_strategies_see_nothing(make, wrap):
     module = make("fsdp2")
     wrap(module)
     if wrap is wrap_legacy_trainer:
+        wrap_throughput(module)
         batch = SimpleNamespace(meta_info={})
         module.RayPPOTrainer()._compute_old_log_prob(batch)
         assert batch.meta_info == {}

@@ -5,6 +5,7 @@ Host arithmetic on row lengths; nothing here changes a result, only how much of 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Hashable, Sequence
 from heapq import heapify, heappop, heappush
 
@@ -155,25 +156,43 @@ def _spread(
 
 def _even_out(members: dict[int, list[int]], kinds: list[Kind], cost: list[int], load: list[int]) -> None:
     """Swap groups of one kind out of the most loaded cell for as long as that makes the larger of two loads smaller."""
+    by_cost: dict[int, dict[Kind, list[tuple[int, int]]]] = {c: {} for c in members}
+    for c, groups in members.items():
+        for group in sorted(groups, key=lambda g: (cost[g], g)):
+            by_cost[c].setdefault(kinds[group], []).append((cost[group], group))
     while True:
         heaviest = max(members, key=lambda c: load[c])
         for other in sorted(members, key=lambda c: load[c]):
-            gap = load[heaviest] - load[other]
-            swaps = [
-                (abs(2 * (cost[a] - cost[b]) - gap), a, b)
-                for a in members[heaviest]
-                for b in members[other]
-                if kinds[a] == kinds[b] and 0 < cost[a] - cost[b] < gap
-            ]
-            if swaps:
+            swap = _best_swap(by_cost[heaviest], by_cost[other], load[heaviest] - load[other])
+            if swap is not None:
                 break
         else:
             return
-        _, a, b = min(swaps)
-        members[heaviest][members[heaviest].index(a)] = b
-        members[other][members[other].index(b)] = a
-        load[heaviest] -= cost[a] - cost[b]
-        load[other] += cost[a] - cost[b]
+        for c, away, here in ((heaviest, *swap), (other, *reversed(swap))):
+            groups = by_cost[c][kinds[away]]
+            groups.remove((cost[away], away))
+            insort(groups, (cost[here], here))
+            members[c][members[c].index(away)] = here
+            load[c] += cost[here] - cost[away]
+
+
+def _best_swap(
+    heavier: dict[Kind, list[tuple[int, int]]], lighter: dict[Kind, list[tuple[int, int]]], gap: int
+) -> tuple[int, int] | None:
+    """A group of either cell whose costs differ by half the ``gap`` as nearly as any two of one kind do.
+
+    Groups are ``(cost, group)``, sorted. None where no swap makes the larger of the two loads smaller.
+    """
+    best = None
+    for kind, groups in heavier.items():
+        others = lighter.get(kind, [])
+        for cost, group in groups:
+            above = bisect_left(others, (cost - gap // 2,))
+            for other_cost, other in others[max(above - 1, 0) : above + 1]:
+                if 0 < cost - other_cost < gap:
+                    found = abs(2 * (cost - other_cost) - gap), group, other
+                    best = found if best is None else min(best, found)
+    return best and best[1:]
 
 
 def _rank_cells(parts: list[list[Cell]], load: list[int], num_ranks: int, num_mini_batches: int) -> list[list[int]]:

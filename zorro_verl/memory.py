@@ -1,7 +1,7 @@
 """What one micro-batch takes of a device's memory beside weights, gradients and optimizer, from its packed tokens.
 
-With T packed tokens, R response tokens, and bytes b of the model's dtype, a decoder layer of hidden size H, heads of
-width A in all, keys of width K, and a gated MLP of width I keeps for its backward
+With T packed tokens on the device, R of them responses', and bytes b of the model's dtype, a decoder layer of hidden
+size H, heads of width A in all, keys of width K, and a gated MLP of width I keeps for its backward
 
     norms (two)         T 2H (4 + 2b)        the input in float32, and normalised before and after the weight
     queries and keys    T (A + K) (4 + 2b)   the same where they are normalised too, else T (A + K) b
@@ -16,6 +16,9 @@ and values. That is more only in a model whose heads are wide and whose MLP is n
 The final norm keeps T H (4 + b), the head its R hidden states. It makes R V logits. Their statistics and their gradient
 take float32 copies, two at most; ``compute`` and ``memory`` make these for a chunk of rows at a time, ``compute`` keeps
 a gradient beside the logits, and ``memory`` has no more logits than a chunk's either.
+
+Where a packed row is spread over s devices, T and R are one device's share, a part in s of the row's. Each device then
+gathers the last hidden states of the whole row besides, s T H b, to score its share of the responses.
 
 The largest of these moments is `ActivationMemory.peak`. It says nothing of how many rows share a prompt: for the same
 packed tokens it is the same. Counted are tensors; an allocator's fragmentation and a kernel's scratch are not.
@@ -59,11 +62,12 @@ def activation_memory(
     calculate_entropy: bool = True,
     sequence_parallel: int = 1,
 ) -> ActivationMemory:
-    """What training on one micro-batch takes.
+    """What training on one micro-batch takes of each device.
 
     Args:
         config: of a dense Hugging Face decoder, one of `LAYERS_KNOWN`.
-        tokens: packed tokens of the micro-batch, `ppo_max_token_len_per_gpu` at most.
+        tokens: packed tokens of the whole micro-batch, over all devices that its row is spread over: at most
+            ``ppo_max_token_len_per_gpu`` times ``sequence_parallel``.
         response_tokens: how many of them are responses'.
         checkpointing: ``enable_gradient_checkpointing``.
         logits_optimization: "none", "compute" or "memory".
@@ -100,13 +104,18 @@ def activation_memory(
     return ActivationMemory(layers, own * (recomputed + layer.gradients), head)
 
 
-def largest_token_budget(config: Any, available: int, response_share: float = 1.0, **options: Any) -> int:
-    """The largest ``ppo_max_token_len_per_gpu`` whose micro-batches fit ``available`` bytes.
+def largest_token_budget(
+    config: Any, available: int, response_share: float = 1.0, *, sequence_parallel: int = 1, **options: Any
+) -> int:
+    """The largest ``ppo_max_token_len_per_gpu`` whose micro-batches fit ``available`` bytes of each device.
+
+    It is per device, as in verl's config: a micro-batch has ``sequence_parallel`` times as many packed tokens.
 
     Args:
         config: as for `activation_memory`.
         available: bytes that weights, gradients, optimizer and rollout leave free on a device.
         response_share: of the packed tokens of a micro-batch, from 0 to 1; 1 is the worst case.
+        sequence_parallel: over how many devices a row is spread, ``ulysses_sequence_parallel_size``.
         options: the other arguments of `activation_memory`.
 
     Raises:
@@ -114,9 +123,16 @@ def largest_token_budget(config: Any, available: int, response_share: float = 1.
     """
     if not 0 <= response_share <= 1:
         raise ValueError(f"response_share: expected 0 to 1, got {response_share}")
-    peak = lambda tokens: activation_memory(config, tokens, math.ceil(tokens * response_share), **options).peak  # noqa: E731
+
+    def peak(budget: int) -> int:
+        tokens = budget * sequence_parallel  # verl multiplies its budgets by the devices of a row, and so do we
+        responses = math.ceil(tokens * response_share)
+        return activation_memory(config, tokens, responses, sequence_parallel=sequence_parallel, **options).peak
+
     if peak(1) > available:
-        raise ValueError(f"available: expected at least {peak(1)} bytes, what one token takes, got {available}")
+        raise ValueError(
+            f"available: expected at least {peak(1)} bytes, what one token per device takes, got {available}"
+        )
     # Every token takes a byte at least, so that the answer is within the range.
     return bisect.bisect_right(range(1, available + 1), available, key=peak)
 
@@ -154,7 +170,7 @@ def _head(rows: int, hidden: int, vocabulary: int, size: int, mode: str, calcula
     if mode == "memory":
         backward = logits + gradient + states + weight + hidden * vocabulary * (4 if size < 4 else 0)
     else:
-        if in_chunk < rows:  # chunks are written into one gradient, each while the one before is still there
-            gradient += rows * vocabulary * size + in_chunk * vocabulary * 4
+        if in_chunk < rows:  # chunks are written into one gradient
+            gradient += rows * vocabulary * size
         backward = max(logits + gradient, logits + states + weight)
     return states + max(forward, backward)

@@ -7,10 +7,12 @@ leaves callbacks for the moment when verl's own modules have been executed. What
 |---|---|---|
 | `workers.engine` | every worker | `zorro_verl.actor` and `.critic` register their engines for backend "zorro" |
 | `trainer.ppo.v1.trainer_base.PPOTrainer` | task runner | `zorro_verl.trainer` keeps groups whole, adds metrics |
-| `trainer.ppo.ray_trainer.RayPPOTrainer` | task runner | the same for `trainer.use_v1=False` |
+| `trainer.ppo.ray_trainer.RayPPOTrainer` | task runner | the same for `trainer.use_v1=False` and what is built on it |
+| `trainer.ppo.metric_utils.compute_throughout_metrics` | task runner | brings these metrics into the log |
 | `workers.engine_workers.TrainingWorker` | every worker | `shuffle=True` draws mini-batches by group, not by row |
 | `experimental.separation.engine_workers.DetachActorWorker` | workers of `separate_async` | sets weights aside |
 | `trainer.ppo.v1.utils.MetricsAggregator` | task runner | sums counts over the updates of a step of `separate_async` |
+| `experimental.fully_async_policy.detach_utils.MetricsAggregator` | its trainer | the same between two weight updates |
 | `trainer.distillation.losses.compute_topk_loss` | workers | takes "zorro" for the "fsdp2" that it shards as |
 | `utils.device.auto_set_device` | driver | sees the config before Ray starts: early errors, `trainer.device=cpu` |
 
@@ -20,16 +22,17 @@ With another strategy and another device all of this is inert. A failure here is
 whole. For `strategy=zorro` it becomes a ValueError with the reason, raised by a stand-in in verl's registry.
 """
 
-import functools
 import importlib
 import inspect
 import logging
 import os
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zorro_verl.post_import import after_import, logger
 from zorro_verl.refusal import asks_for, refuse_trainer, refusing_engine
+from zorro_verl.wrapping import wrap_once
 
 SUPPORTED_VERL = ">=0.9.1,<0.10"
 STRATEGY = "zorro"
@@ -40,12 +43,26 @@ TRAINER = "verl.trainer.ppo.v1.trainer_base"
 LEGACY_TRAINER = "verl.trainer.ppo.ray_trainer"
 WORKER = "verl.workers.engine_workers"
 DETACH_WORKER = "verl.experimental.separation.engine_workers"
+FSDP_WEIGHTS = "verl.utils.fsdp_utils"
+THROUGHPUT = "verl.trainer.ppo.metric_utils"
 AGGREGATOR = "verl.trainer.ppo.v1.utils"
+FULLY_ASYNC_AGGREGATOR = "verl.experimental.fully_async_policy.detach_utils"
 DISTILLATION = "verl.trainer.distillation.losses"
+DEVICE = "verl.utils.device"
+
+# Where one of these fails it is a warning, and a run with strategy=zorro has what stands beside it.
+WRAPS = {
+    WORKER: ("zorro_verl.shuffling", "wrap_training_worker"),  # groups that a shuffle cuts are counted as cut
+    DETACH_WORKER: ("zorro_verl.detach", "wrap_detach_worker"),  # verl's own error: an unsupported strategy
+    THROUGHPUT: ("zorro_verl.throughput", "wrap_throughput"),  # metrics of the legacy trainer are not logged
+    AGGREGATOR: ("zorro_verl.update_counts", "wrap_metrics_aggregator"),  # counts are averages
+    FULLY_ASYNC_AGGREGATOR: ("zorro_verl.update_counts", "wrap_fully_async_aggregator"),  # the same
+    DISTILLATION: ("zorro_verl.distillation", "wrap_topk_loss"),  # verl's own error: an unsupported strategy
+}
 
 
 class Signature(NamedTuple):
-    """A method of verl that is overridden or wrapped, with the parameters that this package relies on.
+    """A method of verl that is overridden, wrapped or called, with the parameters that this package relies on.
 
     `owner` is empty for a function of the module.
     """
@@ -60,10 +77,15 @@ SIGNATURES = (
     Signature(
         ENGINE, "FSDPEngine", "__init__", ("model_config", "engine_config", "optimizer_config", "checkpoint_config")
     ),
+    Signature(ENGINE, "FSDPEngine", "_init_device_mesh", ()),
     Signature(ENGINE, "FSDPEngine", "_build_module", ()),
     Signature(ENGINE, "FSDPEngine", "_build_fsdp_module", ("module",)),
     Signature(ENGINE, "FSDPEngine", "forward_backward_batch", ("data", "loss_function", "forward_only")),
+    Signature(ENGINE, "FSDPEngine", "_gradient_sync_context", ("is_last_micro_batch",)),
+    Signature(ENGINE, "FSDPEngine", "is_mp_src_rank_with_outputs", ()),
     Signature(ENGINE, "FSDPEngine", "optimizer_step", ()),
+    Signature(ENGINE, "BaseEngine", "train_batch", ("data", "loss_function")),
+    Signature(ENGINE, "", "enable_activation_offloading", ("model", "strategy", "enable_ckpt")),
     Signature(ENGINE, "FSDPEngineWithLMHead", "prepare_model_inputs", ("micro_batch",)),
     Signature(
         ENGINE,
@@ -95,7 +117,19 @@ SIGNATURES = (
     Signature(LEGACY_TRAINER, "RayPPOTrainer", "_update_critic", ("batch",)),
     Signature(WORKER, "TrainingWorker", "train_mini_batch", ("data",)),
     Signature(DETACH_WORKER, "DetachActorWorker", "_get_strategy_handlers", ()),
+    Signature(FSDP_WEIGHTS, "", "fsdp1_sharded_save_to_cpu", ("model",)),
+    Signature(FSDP_WEIGHTS, "", "fsdp1_sharded_load_from_cpu", ("model", "cpu_sharded_state")),
+    Signature(FSDP_WEIGHTS, "", "fsdp2_sharded_save_to_cpu", ("model",)),
+    Signature(FSDP_WEIGHTS, "", "fsdp2_sharded_load_from_cpu", ("model", "cpu_sharded_state", "target_spec")),
+    Signature(THROUGHPUT, "", "compute_throughout_metrics", ("batch", "timing_raw", "n_gpus")),
     Signature(AGGREGATOR, "MetricsAggregator", "_special_metrics_aggregate", ("aggregated",)),
+    Signature(
+        FULLY_ASYNC_AGGREGATOR,
+        "MetricsAggregator",
+        "_special_metrics_aggergate",
+        ("aggregated", "rollout_resource_utilization"),
+    ),
+    Signature(DEVICE, "", "auto_set_device", ("config",)),
     Signature(
         DISTILLATION,
         "",
@@ -185,58 +219,47 @@ def _wrap_trainer(trainer_module: ModuleType, name: str, trainer: str, wrap: str
         raise
 
 
-def wrap_training_worker(module: ModuleType) -> None:
-    """Wrap verl's worker; where it can't be, groups that a shuffle cuts are counted as cut."""
-    check_verl(WORKER)
-    importlib.import_module("zorro_verl.shuffling").wrap_training_worker(module)
-
-
-def wrap_detach_worker(module: ModuleType) -> None:
-    """Wrap the worker of `separate_async`; where it can't be, verl's own error stands: an unsupported strategy."""
-    check_verl(DETACH_WORKER)
-    importlib.import_module("zorro_verl.detach").wrap_detach_worker(module)
-
-
-def wrap_metrics_aggregator(module: ModuleType) -> None:
-    """Wrap what joins the metrics of several updates; without it counts are averages."""
-    check_verl(AGGREGATOR)
-    importlib.import_module("zorro_verl.detach").wrap_metrics_aggregator(module)
-
-
-def wrap_topk_loss(module: ModuleType) -> None:
-    """Wrap verl's top-k distillation loss; where it can't be, verl's own error stands: an unsupported strategy."""
-    check_verl(DISTILLATION)
-    importlib.import_module("zorro_verl.distillation").wrap_topk_loss(module)
+def wrap(module: ModuleType) -> None:
+    """Wrap what `WRAPS` has for this module of verl."""
+    ours, function = WRAPS[module.__name__]
+    check_verl(module.__name__, *((FSDP_WEIGHTS,) if module.__name__ == DETACH_WORKER else ()))
+    getattr(importlib.import_module(ours), function)(module)
 
 
 def wrap_auto_set_device(device_module: ModuleType) -> None:
     """Look at the run's config where verl's own `main` first does, in the driver and before Ray is started."""
-    original = device_module.auto_set_device
-    if getattr(original, "wrapped_by_zorro", False):
-        return
+    wrap_once(device_module, "auto_set_device", _looking_at_the_run)
 
-    @functools.wraps(original)
+
+def _looking_at_the_run(original: Callable) -> Callable:
     def auto_set_device(config):
         actor = getattr(getattr(config, "actor_rollout_ref", None), "actor", None)
         # SFT configs have no actor: the CPU runtime is about verl's RL trainer.
         if actor is not None and "cpu" in (getattr(config.trainer, "device", None), chosen_platform()):
             importlib.import_module("zorro_verl.cpu_runtime.run").prepare_run(config)
         if asks_for(config, STRATEGY):
-            mode = getattr(getattr(config.trainer, "v1", None), "trainer_mode", None)
-            shuffle = getattr(actor, "shuffle", False) or getattr(getattr(config, "critic", None), "shuffle", False)
-            check_verl(
-                ENGINE,
-                TRAINER,
-                *((WORKER,) if shuffle else ()),
-                *((DETACH_WORKER, AGGREGATOR) if mode == "separate_async" else ()),
-            )
+            check_verl(ENGINE, DEVICE, *_extended_for(config))
             run_config = importlib.import_module("zorro_verl.verl_config")
             run_config.check_run(config)
             run_config.spread_options(config)
         original(config)
 
-    auto_set_device.wrapped_by_zorro = True
-    device_module.auto_set_device = auto_set_device
+    return auto_set_device
+
+
+def _extended_for(config: Any) -> Iterator[str]:
+    """Modules of verl that this run needs as this package knows them, beside those of every run."""
+    if getattr(config.trainer, "use_v1", True):
+        yield TRAINER
+        if getattr(getattr(config.trainer, "v1", None), "trainer_mode", None) == "separate_async":
+            yield from (DETACH_WORKER, FSDP_WEIGHTS, AGGREGATOR)
+    else:
+        yield from (LEGACY_TRAINER, THROUGHPUT)
+    actor, critic = getattr(config.actor_rollout_ref, "actor", None), getattr(config, "critic", None)
+    if getattr(actor, "shuffle", False) or getattr(critic, "shuffle", False):
+        yield WORKER
+    if getattr(getattr(config, "distillation", None), "enabled", False):
+        yield DISTILLATION
 
 
 def chosen_platform() -> str:
@@ -261,11 +284,9 @@ def install() -> None:
     after_import("verl.workers.engine", register_critic)
     after_import(TRAINER, wrap_trainer)
     after_import(LEGACY_TRAINER, wrap_legacy_trainer)
-    after_import(WORKER, wrap_training_worker)
-    after_import(DETACH_WORKER, wrap_detach_worker)
-    after_import(AGGREGATOR, wrap_metrics_aggregator)
-    after_import(DISTILLATION, wrap_topk_loss)
-    after_import("verl.utils.device", wrap_auto_set_device)
+    for name in WRAPS:
+        after_import(name, wrap)
+    after_import(DEVICE, wrap_auto_set_device)
     if chosen_platform() == "cpu":
         importlib.import_module("zorro_verl.cpu_runtime.hooks").install()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -17,6 +16,7 @@ from zorro_verl.batching import place_groups
 from zorro_verl.grouping import Rows, find_prompt_groups
 from zorro_verl.options import ZorroOptions
 from zorro_verl.verl_rows import rows_from_verl
+from zorro_verl.wrapping import wrap_once
 
 
 class GroupShuffle(Sampler[int]):
@@ -52,13 +52,12 @@ class GroupShuffle(Sampler[int]):
 
 def wrap_training_worker(module: ModuleType) -> None:
     """Wrap ``TrainingWorker`` of ``verl.workers.engine_workers``. A second call changes nothing."""
-    original = module.TrainingWorker.train_mini_batch
-    if not hasattr(original, "wrapped_by_zorro"):
-        module.TrainingWorker.train_mini_batch = _shuffling_groups(original)
+    wrap_once(module.TrainingWorker, "train_mini_batch", _shuffling_groups)
 
 
 def _shuffling_groups(original: Callable) -> Callable:
-    @functools.wraps(original)
+    # Registered again: verl's decorator turns what came over the wire into the rows that are looked at here.
+    @register(**getattr(original, MAGIC_ATTR))
     def train_mini_batch(self, data: TensorDict) -> TensorDict:
         options = tu.get_non_tensor_data(data, "dataloader_kwargs", default={})
         if options.get("shuffle", False) and isinstance(getattr(self.engine, "options", None), ZorroOptions):
@@ -68,10 +67,7 @@ def _shuffling_groups(original: Callable) -> Callable:
                 tu.assign_non_tensor_data(data, "dataloader_kwargs", options)
         return original(self, data)
 
-    # Registered again: verl's decorator turns what came over the wire into the rows that are looked at here.
-    wrapped = register(**getattr(original, MAGIC_ATTR))(train_mini_batch)
-    wrapped.wrapped_by_zorro = True
-    return wrapped
+    return train_mini_batch
 
 
 def _sampler(engine: Any, data: TensorDict) -> GroupShuffle | None:

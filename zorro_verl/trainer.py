@@ -6,10 +6,10 @@ Each is inert unless actor or critic has that strategy:
     _update_actor,               verl would average the workers' counts over ranks and mini-batches; they are summed
     _compute_old_log_prob,       and logged under their own names, without the ``actor/`` prefix that verl adds
     _compute_ref_log_prob,
-    _update_critic,
-    _compute_values
-    _compute_metrics,            where verl logs its throughput, the throughput that was executed is logged too
-    compute_throughout_metrics
+    _compute_values,
+    _update_critic
+    _compute_metrics             where V1 logs its throughput, the throughput that was executed is logged too; for the
+                                 legacy trainer see `zorro_verl.throughput`
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 from zorro_verl.metrics import ShareCounts
 from zorro_verl.placement import balance_batch, legacy_balance_batch
-
-# Where a step's metrics wait in the legacy trainer's batch: most of its methods are handed no dict to log to.
-_WAITING = "zorro_metrics"
+from zorro_verl.throughput import executed_throughput, let_wait
+from zorro_verl.wrapping import wrap_once
 
 
 def wrap_ppo_trainer(module: ModuleType) -> None:
@@ -33,10 +32,10 @@ def wrap_ppo_trainer(module: ModuleType) -> None:
         module.PPOTrainer,
         _balance_batch=functools.partial(balance_batch, module),
         _update_actor=_update_actor,
-        _compute_old_log_prob=_compute_old_log_prob,
-        _compute_ref_log_prob=_compute_ref_log_prob,
-        _compute_values=_compute_values,
-        _update_critic=_update_critic,
+        _compute_old_log_prob=_reporting("old_log_prob", _old_log_prob),
+        _compute_ref_log_prob=_reporting("ref", _ref_log_prob),
+        _compute_values=_reporting("values", _values),
+        _update_critic=_reporting("critic", _critic_update),
         _compute_metrics=_compute_metrics,
     )
 
@@ -47,30 +46,24 @@ def wrap_legacy_trainer(module: ModuleType) -> None:
         module.RayPPOTrainer,
         _balance_batch=functools.partial(legacy_balance_batch, module),
         _update_actor=_legacy_update_actor,
-        _compute_old_log_prob=_legacy_compute_old_log_prob,
-        _compute_ref_log_prob=_legacy_compute_ref_log_prob,
-        _compute_values=_legacy_compute_values,
-        _update_critic=_legacy_update_critic,
+        _compute_old_log_prob=_legacy_reporting("old_log_prob", _old_log_prob),
+        _compute_ref_log_prob=_legacy_reporting("ref", _ref_log_prob),
+        _compute_values=_legacy_reporting("values", _values),
+        _update_critic=_legacy_reporting("critic", _critic_update),
     )
-    if not hasattr(module.compute_throughout_metrics, "wrapped_by_zorro"):
-        module.compute_throughout_metrics = _with_waiting(module.compute_throughout_metrics)
 
 
 def _wrap(trainer: type, **wraps: Callable) -> None:
     for name, wrap in wraps.items():
-        original = getattr(trainer, name)
-        if not hasattr(original, "wrapped_by_zorro"):
-            setattr(trainer, name, _only_for_zorro(original, wrap))
+        wrap_once(trainer, name, functools.partial(_only_for_zorro, wrap=wrap))
 
 
 def _only_for_zorro(original: Callable, wrap: Callable) -> Callable:
-    @functools.wraps(original)
     def method(self, *args, **kwargs):
         if not _shares_prompts(self):
             return original(self, *args, **kwargs)
         return wrap(original, self, *args, **kwargs)
 
-    method.wrapped_by_zorro = True
     return method
 
 
@@ -90,7 +83,7 @@ class _Report(NamedTuple):
     def training_metrics(self, epochs: int) -> dict[str, float]:
         return self.counts.step_metrics(epochs) | self._mfu_executed("zorro")
 
-    def scoring_metrics(self, name: str) -> dict[str, float]:
+    def call_metrics(self, name: str) -> dict[str, float]:
         return {f"zorro/{name}/token_ratio": self.counts.token_ratio} | self._mfu_executed(f"zorro/{name}")
 
     def _mfu_executed(self, prefix: str) -> dict[str, float]:
@@ -111,107 +104,57 @@ def _legacy_update_actor(original: Callable, self: Any, batch: Any) -> Any:
     for report in reports:
         metrics = report.training_metrics(self.config.actor_rollout_ref.actor.ppo_epochs)
         output.meta_info["metrics"].update(metrics)
-        _let_wait(batch, metrics)
+        let_wait(batch, metrics)
     return output
 
 
-def _compute_old_log_prob(original: Callable, self: Any, batch: Any, metrics: dict) -> Any:
-    with _reports(self.actor_rollout_wg, "compute_log_prob") as reports:
-        batch = original(self, batch, metrics)
-    for report in reports:
-        metrics.update(report.scoring_metrics("old_log_prob"))
-    return batch
+def _reporting(name: str, call: Callable[[Any], tuple[Any, str]]) -> Callable:
+    """Around a method of V1 that takes metrics to log to; ``call(trainer)`` is the worker group and method it calls."""
+
+    def method(original: Callable, self: Any, batch: Any, metrics: dict) -> Any:
+        with _reports(*call(self)) as reports:
+            batch = original(self, batch, metrics)
+        for report in reports:
+            metrics.update(report.call_metrics(name))
+        return batch
+
+    return method
 
 
-def _legacy_compute_old_log_prob(original: Callable, self: Any, batch: Any) -> Any:
-    with _reports(self.actor_rollout_wg, "compute_log_prob") as reports:
-        output = original(self, batch)
-    for report in reports:
-        _let_wait(batch, report.scoring_metrics("old_log_prob"))
-    return output
+def _legacy_reporting(name: str, call: Callable[[Any], tuple[Any, str]]) -> Callable:
+    """The same around a method of the legacy trainer, which takes none."""
+
+    def method(original: Callable, self: Any, batch: Any) -> Any:
+        with _reports(*call(self)) as reports:
+            output = original(self, batch)
+        for report in reports:
+            let_wait(batch, report.call_metrics(name))
+        return output
+
+    return method
 
 
-def _compute_ref_log_prob(original: Callable, self: Any, batch: Any, metrics: dict) -> Any:
-    with _reports(*_reference(self)) as reports:
-        batch = original(self, batch, metrics)
-    for report in reports:
-        metrics.update(report.scoring_metrics("ref"))
-    return batch
+def _old_log_prob(trainer: Any) -> tuple[Any, str]:
+    return trainer.actor_rollout_wg, "compute_log_prob"
 
 
-def _legacy_compute_ref_log_prob(original: Callable, self: Any, batch: Any) -> Any:
-    with _reports(*_reference(self)) as reports:
-        output = original(self, batch)
-    for report in reports:
-        _let_wait(batch, report.scoring_metrics("ref"))
-    return output
+def _ref_log_prob(trainer: Any) -> tuple[Any, str]:
+    if trainer.ref_in_actor:
+        return trainer.actor_rollout_wg, "compute_log_prob"
+    return trainer.ref_policy_wg, "compute_ref_log_prob"
 
 
-def _compute_values(original: Callable, self: Any, batch: Any, metrics: dict) -> Any:
-    with _reports(self.critic_wg, "infer_batch") as reports:
-        batch = original(self, batch, metrics)
-    for report in reports:
-        metrics.update(report.scoring_metrics("values"))
-    return batch
+def _values(trainer: Any) -> tuple[Any, str]:
+    return trainer.critic_wg, "infer_batch"
 
 
-def _legacy_compute_values(original: Callable, self: Any, batch: Any) -> Any:
-    with _reports(self.critic_wg, "infer_batch") as reports:
-        output = original(self, batch)
-    for report in reports:
-        _let_wait(batch, report.scoring_metrics("values"))
-    return output
-
-
-def _update_critic(original: Callable, self: Any, batch: Any, metrics: dict) -> Any:
-    with _reports(self.critic_wg, "train_mini_batch") as reports:
-        batch = original(self, batch, metrics)
-    for report in reports:
-        metrics.update(report.scoring_metrics("critic"))
-    return batch
-
-
-def _legacy_update_critic(original: Callable, self: Any, batch: Any) -> Any:
-    with _reports(self.critic_wg, "train_mini_batch") as reports:
-        output = original(self, batch)
-    for report in reports:
-        output.meta_info["metrics"].update(report.scoring_metrics("critic"))
-    return output
+def _critic_update(trainer: Any) -> tuple[Any, str]:
+    return trainer.critic_wg, "train_mini_batch"
 
 
 def _compute_metrics(original: Callable, self: Any, batch: Any, metrics: dict, *args: Any, **kwargs: Any) -> None:
     original(self, batch, metrics, *args, **kwargs)
-    metrics.update(_executed_throughput(metrics))
-
-
-def _let_wait(batch: Any, metrics: dict[str, float]) -> None:
-    batch.meta_info[_WAITING] = batch.meta_info.get(_WAITING, {}) | metrics
-
-
-def _with_waiting(original: Callable) -> Callable:
-    """The legacy trainer's last word on a step, and what waited in its batch; inert for batches without."""
-
-    @functools.wraps(original)
-    def compute_throughout_metrics(batch: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
-        metrics = original(batch, *args, **kwargs) | batch.meta_info.get(_WAITING, {})
-        return metrics | _executed_throughput(metrics)
-
-    compute_throughout_metrics.wrapped_by_zorro = True
-    return compute_throughout_metrics
-
-
-def _executed_throughput(metrics: dict[str, float]) -> dict[str, float]:
-    """verl's tokens per second and GPU with each prompt once; nothing in a step that trained no actor."""
-    if "zorro/token_ratio" not in metrics:
-        return {}
-    return {"zorro/throughput_executed": metrics["perf/throughput"] / metrics["zorro/token_ratio"]}
-
-
-def _reference(trainer: Any) -> tuple[Any, str]:
-    """The worker group that scores for the reference policy, and its method."""
-    if trainer.ref_in_actor:
-        return trainer.actor_rollout_wg, "compute_log_prob"
-    return trainer.ref_policy_wg, "compute_ref_log_prob"
+    metrics.update(executed_throughput(metrics))
 
 
 @contextmanager
