@@ -349,7 +349,7 @@ def refused_at_start(rank, path, odd):
         (path, {"model": {"use_liger": True}}, r"critic\.model\.use_liger"),
         (path, {"model": {"lora_rank": 4}}, r"critic\.model\.lora_rank: expected 0, got 4"),
         (path, {"model": {"override_config": {"attention_dropout": 0.1}}}, r"\+critic\.model\.override_config"),
-        (path, {"engine": {"ulysses_sequence_parallel_size": 3}}, r"set critic\.fsdp\.ulysses_sequence_parallel_size"),
+        (path, {"engine": {"ulysses_sequence_parallel_size": 3}}, r"^critic\.fsdp\.ulysses_sequence_par"),
         (path, {"engine": {"qat": SimpleNamespace(enable=True)}}, r"critic\.fsdp\.qat\.enable"),
         (path, {"zorro": ZorroOptions(base_strategy="fsdp")}, "base_strategy.*fsdp2"),
         (odd["olmo2"], {}, r"critic\.model\.path: .*got 'olmo2'.*critic\.strategy=fsdp2.*Supported: qwen3"),

@@ -43,6 +43,9 @@ def option(keys, note="", verdict="works", **settings):
     return pytest.param(Case(**settings), id=name, marks=pytest.mark.feature(keys, verdict, note))
 
 
+SPLIT_NORM = "`seq-mean-token-sum-norm` depends on micro-batches until `loss_scale_factor` is set: a WARNING at start"
+SPLIT_MODES = "every `loss_mode`; `geo_mean`, `clip_cov` and `kl_cov` depend on micro-batches, as with fsdp2"
+
 EQUAL_TO_STOCK = [
     option("actor.strategy", "`zorro`; the engine underneath is `zorro.base_strategy`"),
     option("actor.fsdp_config.param_offload", engine={"param_offload": True}),
@@ -161,14 +164,14 @@ LOSSES = [
         for kind in ("kl", "abs", "mse", "low_var_kl", "k3+")
     ),
     *(
-        option("actor.loss_agg_mode actor.loss_scale_factor", name=mode, loss={"loss_agg_mode": mode})
+        option("actor.loss_agg_mode actor.loss_scale_factor", SPLIT_NORM, name=mode, loss={"loss_agg_mode": mode})
         for mode in ("token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     ),
     *(
-        option("actor.policy_loss", "every `loss_mode`", name=mode, loss={"policy_loss": {"loss_mode": mode}})
+        option("actor.policy_loss", SPLIT_MODES, name=mode, loss={"policy_loss": {"loss_mode": mode}})
         for mode in ("dppo_tv", "dppo_kl", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo")
     ),
-    option("actor.policy_loss", name="dro", loss={"policy_loss": {"loss_mode": "dro", "dro_beta": 0.1}}),
+    option("actor.policy_loss", SPLIT_MODES, name="dro", loss={"policy_loss": {"loss_mode": "dro", "dro_beta": 0.1}}),
     option("actor.tau_pos actor.tau_neg", loss={"policy_loss": {"loss_mode": "sapo"}, "tau_pos": 1.2, "tau_neg": 1.5}),
     option(
         "algorithm.rollout_correction",

@@ -54,7 +54,11 @@ def a_step_of_two_updates(rank, path, world_size):
         worker_of(engine, "nonesuch")._get_strategy_handlers()
 
 
-@pytest.mark.feature("trainer.v1.trainer_mode", "works", "`sync`, `colocate_async` and `separate_async`")
+@pytest.mark.feature(
+    "trainer.v1.trainer_mode",
+    "works",
+    "`sync`, `colocate_async`; of `separate_async` the parts that differ are tested, a whole run was not made",
+)
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_are_set_aside_and_taken_back(folder, world_size):  # noqa: F811
     run_ranks(a_step_of_two_updates, world_size, folder, world_size)

@@ -194,7 +194,7 @@ def test_the_budget_of_sliced_rows_is_per_device(logits_optimization):
     [
         (
             {"config": SimpleNamespace(model_type="qwen3_moe")},
-            "config: expected a model_type of .*qwen3.*got qwen3_moe",
+            "config: expected a model's config, .*qwen3.*got qwen3_moe",
         ),
         ({"dtype": "float8"}, "dtype: expected one of float32, bfloat16, float16, got 'float8'"),
         ({"logits_optimization": "best"}, "logits_optimization: expected one of .*, got 'best'"),

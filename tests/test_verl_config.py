@@ -62,13 +62,18 @@ def test_options_work_without_the_group(folder):
             ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=3"],
             "actor.ulysses_sequence_parallel_size: expected a divisor of \\d, the model's num_attention_heads, got 3",
         ),
+        *(
+            ([f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={size}"], f"parallel_size: expected {message}")
+            for size, message in ((0, "an integer of at least 1"), (2, "a divisor of 3 ranks .trainer.nnodes x"))
+        ),
+        (["actor_rollout_ref.ref.ulysses_sequence_parallel_size=2"], "ref.ulysses_sequence_parallel_size.*3 ranks"),
         ([f"+{MODEL}.override_config.attention_dropout=0.1"], "attention_dropout.*override_config"),
         ([f"+{MODEL}.override_config.model_type=gpt_neox"], "model_type.*strategy=fsdp2"),
     ],
 )
 def test_bad_runs_stop_on_the_driver(folder, overrides, message):
     with pytest.raises(ValueError, match=message):
-        prepared(folder, "actor_rollout_ref.actor.strategy=zorro", *overrides)
+        prepared(folder, "actor_rollout_ref.actor.strategy=zorro", "trainer.n_gpus_per_node=3", *overrides)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 from zorro_verl.batching import packed_tokens, rows_by_group
@@ -51,7 +52,7 @@ class BudgetWarning:
             copies,
             total / sum(_packed(batch, piece) for piece in pieces),
             total / sum(_packed(batch, rows) for rows in groups),
-            needed / budget,
+            math.ceil(100 * needed / budget) / 100,  # rounded up: what is written here has to be enough
         )
 
 

@@ -78,12 +78,17 @@ def activation_memory(
     Raises:
         ValueError: a model whose layers are others, a size that is missing, or an argument that can't be.
     """
-    if config.model_type not in LAYERS_KNOWN:
-        raise ValueError(f"config: expected a model_type of {', '.join(LAYERS_KNOWN)}, got {config.model_type}")
+    model_type = getattr(config, "model_type", None)
+    if model_type not in LAYERS_KNOWN:
+        raise ValueError(
+            "config: expected a model's config, such as AutoConfig.from_pretrained(...) gives, of type "
+            f"{', '.join(LAYERS_KNOWN)}, got {model_type or repr(config)}"
+        )
     if dtype not in _BYTES:
         raise ValueError(f"dtype: expected one of {', '.join(_BYTES)}, got {dtype!r}")
     if logits_optimization not in LOGITS_OPTIMIZATIONS:
-        raise ValueError(f"logits_optimization: expected one of {LOGITS_OPTIMIZATIONS}, got {logits_optimization!r}")
+        expected = ", ".join(LOGITS_OPTIMIZATIONS)
+        raise ValueError(f"logits_optimization: expected one of {expected}, got {logits_optimization!r}")
     if not 0 <= response_tokens <= tokens or tokens < 1 or sequence_parallel < 1:
         raise ValueError(
             "tokens: expected at least 1, response_tokens of 0 up to it and sequence_parallel of at least 1, got "

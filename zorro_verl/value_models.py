@@ -42,15 +42,15 @@ def critic_keys() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(in_critic_keys(str(error))) from error
+        raise ValueError(in_critic_keys(str(error))) from None  # the same in other words
 
 
 def check_adapters(model: Any) -> None:
     """Refuse LoRA, which verl builds for models that generate only; ``model`` is a critic's ``model`` section."""
     if getattr(model, "lora_rank", 0) > 0:
         raise ValueError(
-            f"critic.model.lora_rank: expected 0, got {model.lora_rank}; verl's adapters need a model that generates, "
-            "which a value model does not, with strategy=fsdp2 neither"
+            f"critic.model.lora_rank: expected 0, got {model.lora_rank}; set it to 0, since verl's adapters need a "
+            "model that generates, and a value model doesn't. critic.strategy=fsdp2 fails, too"
         )
 
 

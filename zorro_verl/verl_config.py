@@ -82,7 +82,7 @@ def check_run(config: DictConfig) -> None:
         _check_actor(config)
     if config.critic.strategy == "zorro" and need_critic(config):
         with critic_keys():
-            _check_critic(config.critic)
+            _check_critic(config)
 
 
 def _check_actor(config: DictConfig) -> None:
@@ -95,14 +95,25 @@ def _check_actor(config: DictConfig) -> None:
     actor = config.actor_rollout_ref.actor
     _warn_of_norm(actor)
     hf_config = check_model(config.actor_rollout_ref.model, "actor_rollout_ref.model")
-    if hf_config is not None:
-        ranks = max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size)
-        key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-        check_heads(key, ranks, head_counts(hf_config))
+    for key in (
+        "actor.ulysses_sequence_parallel_size",
+        *(f"{place}.ulysses_sequence_parallel_size" for place in places),
+    ):
+        _check_ranks(config, f"actor_rollout_ref.{key}", hf_config)
+
+
+def _check_ranks(config: DictConfig, key: str, hf_config: PretrainedConfig | None) -> None:
+    """Refuse a sequence-parallel size that heads or the trainer's ranks don't divide over."""
+    size, world = OmegaConf.select(config, key, default=1), config.trainer.nnodes * config.trainer.n_gpus_per_node
+    check_heads(key, size, {} if hf_config is None else head_counts(hf_config))
+    if world % size:
+        raise ValueError(
+            f"{key}: expected a divisor of {world} ranks (trainer.nnodes x trainer.n_gpus_per_node), got {size}"
+        )
 
 
 def _warn_of_norm(actor: DictConfig) -> None:
-    """verl's one loss that depends on how rows are cut into micro-batches, with any strategy."""
+    """verl's one aggregation of losses that depends on how rows are cut into micro-batches, with any strategy."""
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None:
         logger.warning(
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm divides by the longest response of each "
@@ -111,7 +122,8 @@ def _warn_of_norm(actor: DictConfig) -> None:
         )
 
 
-def _check_critic(critic: DictConfig) -> None:
+def _check_critic(config: DictConfig) -> None:
+    critic = config.critic
     if "zorro" in critic:
         raise ValueError(
             "critic.zorro: expected nothing there, as the critic has the actor's options, got "
@@ -123,8 +135,7 @@ def _check_critic(critic: DictConfig) -> None:
     hf_config = check_model(critic.model, "critic.model")
     if hf_config is not None:
         check_value_model(hf_config)
-        ranks = critic.fsdp.ulysses_sequence_parallel_size
-        check_heads("critic.fsdp.ulysses_sequence_parallel_size", ranks, head_counts(hf_config))
+    _check_ranks(config, "critic.fsdp.ulysses_sequence_parallel_size", hf_config)
 
 
 def _check_distillation(config: DictConfig) -> None:
@@ -144,6 +155,8 @@ def check_model(model: DictConfig, place: str) -> PretrainedConfig | None:
     Only where the checkpoint is a folder of this machine, else there is None; the workers check every model when they
     have it.
     """
+    if model.path is None:
+        raise ValueError(f"{place}.path: expected a name or a folder, got null")
     if not os.path.isdir(model.path):
         return None
     hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.get("trust_remote_code", False))
