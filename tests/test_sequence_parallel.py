@@ -146,7 +146,7 @@ def checkpoints(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "size", "checkpointing", "names"),
-    [(2, 2, False, NAMES), (4, 2, True, ("qwen3", "qwen3_5")), (4, 4, False, ("qwen3", "qwen3_next"))],
+    [(2, 2, False, NAMES), (4, 2, True, ("qwen3", "qwen3_5")), (4, 4, False, NAMES[:3])],
 )
 def test_sliced_rows_equal_the_plain_model(checkpoints, world_size, size, checkpointing, names):
     paths = {name: checkpoints[name] for name in names}

@@ -1,4 +1,4 @@
-"""What verl's configs ask of the actor: options that are refused, and those that are read in one process."""
+"""What verl's configs ask of an engine: options that are refused, and those that are read in one process."""
 
 from __future__ import annotations
 
