@@ -9,6 +9,8 @@ import torch
 from ranks import run_ranks
 from tiny import batch_b0, padded_batch, per_row, shuffled, tiny_model, tokens
 
+from zorro_verl.flops import flop_bound_speedup
+
 FLOAT64 = 5e-6
 FLOAT32 = 2e-5
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -329,6 +331,7 @@ def test_counts_over_epochs_and_mini_batches(folder):
         "zorro/groups_split": 0,
         "zorro/fallback/group_cut": 0,
         "zorro/fallback/multimodal": 0,
+        "zorro/flop_ratio": flop_bound_speedup(actor.model.config, [(6, [2] * 4)]),
         "zorro/skipped_steps": 0,
     }
     assert actor.stats["groups"] == 12

@@ -100,7 +100,7 @@ def test_an_environment_with_verl_needs_nothing_more(requirements):
 
 
 def test_extras(metadata):
-    assert set(metadata.get_all("Provides-Extra")) == {"verl", "demo", "flash", "fla", "triton", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {"verl", "demo", "flash", "fla", "triton", "plot", "dev"}
 
 
 def test_the_entry_points_name_the_command_and_the_plug_in(wheel):

@@ -1,6 +1,6 @@
 """verl's trainer, one worker of which is killed: it ends, goes on from its checkpoint, and computes what it would have.
 
-Three runs of four steps: killed in its third step, resumed from the second, and never interrupted.
+Three runs of four steps: killed after its second, resumed from there, and never interrupted.
 """
 
 import os
@@ -22,18 +22,18 @@ SAME += ("critic/score/mean", "critic/rewards/mean", "response_length/mean", "tr
 
 
 class KillWorker:
-    """For `run_trainer`: ``kill -9`` of one worker at the start of a step, once the log has the step before it.
+    """For `run_trainer`: ``kill -9`` of one worker as soon as a folder of checkpoints has its first.
 
     Attributes:
         pid: the worker's, None before.
         at: when it was killed, in seconds of `time.monotonic`.
     """
 
-    def __init__(self, step):
-        self.line, self.pid, self.at = f"step:{step - 1} - ", None, None
+    def __init__(self, folder):
+        self.complete, self.pid, self.at = folder / "latest_checkpointed_iteration.txt", None, None
 
     def __call__(self, session, output):
-        if self.pid is None and self.line in output:
+        if self.pid is None and self.complete.exists():
             self.pid, self.at = worker_of(session, "WorkerDict"), time.monotonic()
             os.kill(self.pid, signal.SIGKILL)
 
@@ -68,7 +68,7 @@ def arguments(material, name):
 @pytest.fixture(scope="module")
 def killed(material):
     """The killer, the exit code and the output of a run that was killed."""
-    kill = KillWorker(step=3)
+    kill = KillWorker(material / "killed")
     code, output = run_trainer([*arguments(material, "killed"), "trainer.save_freq=2"], material, 360, meanwhile=kill)
     return kill, time.monotonic(), code, output
 
@@ -83,11 +83,11 @@ def resumed(material, killed):
 
 def test_a_run_ends_and_says_so_when_a_worker_is_killed(material, killed):
     kill, ended, code, output = killed
-    assert list(steps_of(output)) == [1, 2], output[-4000:]
+    assert {1} <= steps_of(output).keys() <= {1, 2, 3}, output[-4000:]
     assert code == 1
-    assert ended - kill.at < 60
-    assert "ActorDiedError" in output[-4000:]
-    assert f"pid: {kill.pid}" in output[-4000:]
+    assert ended - kill.at < 120
+    assert "ActorDiedError" in output
+    assert f"pid: {kill.pid}" in output
     assert (material / "killed" / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
