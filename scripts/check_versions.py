@@ -76,7 +76,8 @@ def unmet(folder: Path) -> list[str]:
 
 def environment(version: str) -> dict[str, str]:
     """The variables under which this version is what `import transformers` finds."""
-    variables = dict(os.environ)
+    # Two files at a time on two cores: with a thread for each core the processes get in each other's way.
+    variables = {"OMP_NUM_THREADS": "1"} | os.environ
     if version != importlib.metadata.version("transformers"):
         folder = overlay(version)
         if lacking := unmet(folder):

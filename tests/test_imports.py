@@ -84,7 +84,7 @@ MODULES: dict[str, set[str]] = {
 }
 # The CPU runtime knows nothing of sharing, and sharing nothing of the CPU runtime.
 RUNTIME = "cpu_runtime"
-RUNTIME_NEEDS = {"post_import", "refusal"}
+RUNTIME_NEEDS = {"post_import", "refusal", "wrapping"}
 RUNTIME_PACKAGES = {"torch", "transformers", "verl", "ray", "omegaconf", "tensordict", "transfer_queue"}
 RUNTIME_LIGHT = {"cpu_runtime", "cpu_runtime.hooks"}  # loaded with every `import verl`
 

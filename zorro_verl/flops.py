@@ -117,9 +117,8 @@ def _mlp_width(config: Any, layer: int) -> int:
     )
     if not experts or dense:
         return config_size(config, "intermediate_size")
-    own = config_size(config, "moe_intermediate_size", 0) or config_size(
-        config, "intermediate_size"
-    )  # Mixtral and OLMoE have one
+    # Mixtral and OLMoE have one size for both.
+    own = config_size(config, "moe_intermediate_size", 0) or config_size(config, "intermediate_size")
     return experts * own + config_size(config, "shared_expert_intermediate_size", 0)
 
 

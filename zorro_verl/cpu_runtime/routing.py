@@ -4,24 +4,22 @@ verl's load balancer remembers the server of each request's name and gives a new
 requests. Named after its prompt, a request follows its siblings, and prompts are still spread evenly.
 """
 
-import functools
+from collections.abc import Callable
 from types import ModuleType
 
 from zorro_verl.cpu_runtime.seeding import request_seed
+from zorro_verl.wrapping import wrap_once
 
 
 def route_by_prompt(llm_server: ModuleType) -> None:
     """Name requests after their prompts where verl's client asks the load balancer for a server."""
-    client = llm_server.LLMServerClient
-    original = client._acquire_server
-    if getattr(original, "wrapped_by_zorro", False):
-        return
+    wrap_once(llm_server.LLMServerClient, "_acquire_server", _named_after_its_prompt)
 
-    @functools.wraps(original)
+
+def _named_after_its_prompt(original: Callable) -> Callable:
     async def _acquire_server(self, request_id, **request):
         if self.config.actor_rollout_ref.rollout.name == "hf":
             request_id = f"prompt-{request_seed(0, request['prompt_ids']):x}"
         return await original(self, request_id, **request)
 
-    _acquire_server.wrapped_by_zorro = True
-    client._acquire_server = _acquire_server
+    return _acquire_server

@@ -8,12 +8,13 @@ same row of the batch, whatever strategy trains the actor. What is left is round
 change a probability in its last bits, and with it a draw that falls within them.
 """
 
-import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
+
+from zorro_verl.wrapping import wrap_once
 
 
 def rollout_seed(run_seed: int, *place: object) -> int:
@@ -33,12 +34,10 @@ def uniforms(seed: int, count: int) -> torch.Tensor:
 
 def seed_requests(agent_loop: ModuleType) -> None:
     """Put the seed into the sampling parameters where verl starts the agent loop of one rollout."""
-    worker = agent_loop.AgentLoopWorker
-    original = worker._run_agent_loop
-    if getattr(original, "wrapped_by_zorro", False):
-        return
+    wrap_once(agent_loop.AgentLoopWorker, "_run_agent_loop", _seeded)
 
-    @functools.wraps(original)
+
+def _seeded(original: Callable) -> Callable:
     async def _run_agent_loop(self, sampling_params, trajectory, **sample):
         if self.rollout_config.name == "hf":
             place = [trajectory[part] for part in ("step", "validate", "sample_index", "rollout_n")]
@@ -47,8 +46,7 @@ def seed_requests(agent_loop: ModuleType) -> None:
             sampling_params = {**sampling_params, "seed": rollout_seed(self.rollout_config.seed, *place)}
         return await original(self, sampling_params, trajectory, **sample)
 
-    _run_agent_loop.wrapped_by_zorro = True
-    worker._run_agent_loop = _run_agent_loop
+    return _run_agent_loop
 
 
 def _digest(text: bytes) -> int:

@@ -1,12 +1,13 @@
 """verl's own FSDP2 engine on the CPU: registration, and the three calls around it that assume an accelerator."""
 
-import functools
+from collections.abc import Callable
 from types import ModuleType
 
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForTokenClassification
 
 from zorro_verl.refusal import refusing_engine
+from zorro_verl.wrapping import wrap_once
 
 FSDP1_REFUSAL = (
     "strategy=fsdp (FSDP1) does not run on a CPU: verl builds it with sync_module_states=True, which torch allows for "
@@ -58,13 +59,11 @@ def load_value_head_as_configured(model_utils: ModuleType) -> None:
 
 def use_gloo_once(distributed: ModuleType) -> None:
     """Give verl's process group the backend that it would compose wrongly where the device is the CPU itself."""
-    original = distributed.initialize_global_process_group_ray
-    if getattr(original, "wrapped_by_zorro", False):
-        return
+    wrap_once(distributed, "initialize_global_process_group_ray", _over_gloo)
 
-    @functools.wraps(original)
+
+def _over_gloo(original: Callable) -> Callable:
     def initialize_global_process_group_ray(timeout_second=None, backend=None):
         return original(timeout_second, backend or "cpu:gloo")
 
-    initialize_global_process_group_ray.wrapped_by_zorro = True
-    distributed.initialize_global_process_group_ray = initialize_global_process_group_ray
+    return initialize_global_process_group_ray
