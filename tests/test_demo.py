@@ -11,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import run_log
 import torch
+import trainer_process
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo"
 
@@ -43,7 +45,7 @@ def record_of(demo, step, **values):
     named = {"critic/score/mean": 0.5, "timing_s/step": 2.0, "actor/loss": 0.1, "actor/grad_norm": 1.0}
     named |= {"timing_s/gen": 1.0, "timing_s/old_log_prob": 1.0, "timing_s/ref": 1.0, "timing_s/update_actor": 1.0}
     named |= {"perf/total_num_tokens": 800.0, "response_length/mean": 3.0}
-    return demo("run_log").Record(step, named | {name.replace("__", "/"): value for name, value in values.items()})
+    return run_log.Record(step, named | {name.replace("__", "/"): value for name, value in values.items()})
 
 
 # material
@@ -144,7 +146,7 @@ def test_warm_start_is_built_once_and_again_after_a_change(demo, tmp_path):
 
 
 def test_metrics_are_read_while_the_file_grows(demo, tmp_path):
-    metrics = demo("run_log").MetricsFile(tmp_path / "metrics.jsonl")
+    metrics = run_log.MetricsFile(tmp_path / "metrics.jsonl")
     assert metrics.new_records() == []
     line = json.dumps({"step": 1, "data": {"timing_s/step": 2.0, "critic/score/mean": 0.25, "note": "é"}}) + "\n"
     with metrics.path.open("w") as file:
@@ -158,7 +160,6 @@ def test_metrics_are_read_while_the_file_grows(demo, tmp_path):
 
 
 def test_validation_line_and_checkpoint_time(demo):
-    run_log = demo("run_log")
     validation = run_log.parse_record(json.dumps({"step": 0, "data": {"val-core/products/acc/mean@4": 0.3}}))
     assert not validation.is_training_step
     assert validation.validation_reward == 0.3
@@ -168,7 +169,6 @@ def test_validation_line_and_checkpoint_time(demo):
 
 
 def test_samples_are_compared_whatever_their_order(demo, tmp_path):
-    run_log = demo("run_log")
     lines = [json.dumps({"input": "3 * 5", "output": text, "gts": "15", "score": 1.0}) for text in ("15", "It is 15")]
     for name, order in (("a", lines), ("b", lines[::-1]), ("c", [lines[0]] * 2)):
         (tmp_path / name).mkdir()
@@ -193,7 +193,7 @@ def test_error_is_the_last_traceback_without_noise(demo, tmp_path):
         "\x1b[36m(SimpleStorageUnit pid=2)\x1b[0m WARNING - target_num_threads 8 should not exceed\n"
         "\x1b[36m(TaskRunnerV1 pid=1)\x1b[0m ValueError: actor.strategy must be something else\n"
     )
-    assert demo("run_log").last_error(log) == (
+    assert run_log.last_error(log) == (
         "Traceback (most recent call last):\nValueError: actor.strategy must be something else"
     )
 
@@ -248,7 +248,7 @@ def test_divergence_is_the_first_step_with_other_samples(demo):
 
 
 def test_styles_are_counted(demo):
-    run_log, report = demo("run_log"), demo("report")
+    report = demo("report")
     texts = ["15", "It is 15", "5", "15, I think", "none"]
     style = report.style([run_log.Generation("3 * 5", text, "15", score=0.2) for text in texts])
     assert (style.bare, style.right_in_any_style, style.reward) == pytest.approx((0.4, 0.6, 0.2))
@@ -317,9 +317,8 @@ def test_arguments(demo, monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.timeout(60)
-def test_the_end_of_a_run_takes_every_process_with_it(demo, tmp_path):
+def test_the_end_of_a_run_takes_every_process_with_it(tmp_path):
     """Also one that has left the session, ignores SIGINT and SIGTERM, and whose parent is gone."""
-    trainer_run = demo("trainer_run")
     stubborn = (
         "import signal, time;"
         "[signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)];"
@@ -330,31 +329,30 @@ def test_the_end_of_a_run_takes_every_process_with_it(demo, tmp_path):
         f"subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True);"
         "time.sleep(99)"
     )
-    environment = trainer_run.environment(trainer_run.RunFolder(tmp_path), "mark-of-the-test")
+    environment = trainer_process.environment(trainer_process.RunFolder(tmp_path), "mark-of-the-test")
     process = subprocess.Popen(
         [sys.executable, "-c", main], env=environment, start_new_session=True, stdout=subprocess.PIPE
     )
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
     try:
         assert process.stdout.readline() == b"up\n"
-        assert len(trainer_run.processes_marked("mark-of-the-test")) == 2
-        trainer_run.end(process, "mark-of-the-test")
+        assert len(trainer_process.processes_marked("mark-of-the-test")) == 2
+        trainer_process.end(process, "mark-of-the-test")
         assert process.poll() is not None
         deadline = time.monotonic() + 5
-        while trainer_run.processes_marked("mark-of-the-test") and time.monotonic() < deadline:
+        while trainer_process.processes_marked("mark-of-the-test") and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert trainer_run.processes_marked("mark-of-the-test") == []
+        assert trainer_process.processes_marked("mark-of-the-test") == []
         assert bystander.poll() is None
     finally:
         bystander.kill()
         bystander.wait()
 
 
-def test_no_other_ray_cluster_is_joined(demo, tmp_path, monkeypatch):
+def test_no_other_ray_cluster_is_joined(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
-    trainer_run = demo("trainer_run")
-    assert "RAY_ADDRESS" not in trainer_run.environment(trainer_run.RunFolder(tmp_path), "mark")
+    assert "RAY_ADDRESS" not in trainer_process.environment(trainer_process.RunFolder(tmp_path), "mark")
     assert os.environ["RAY_ADDRESS"] == "127.0.0.1:6379"
-    folder = trainer_run.short_temporary_folder()
-    assert len(str(folder)) < 40
-    folder.rmdir()
+    with trainer_process.temporary_ray_folder() as folder:
+        assert len(str(folder)) < 40
+    assert not folder.exists()

@@ -12,16 +12,10 @@ from pathlib import Path
 
 import pandas
 import tiny_models
+import tiny_tokenizer
 import torch
 from tiny import tiny_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     """The share of digits in the answer: dense enough for a random model."""
@@ -31,20 +25,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 
 def make_material(folder, model_type="qwen3"):
     """``model/`` of a type, ``train.parquet``, ``val.parquet`` and ``reward.py`` in ``folder``."""
-    characters = [chr(c) for c in range(32, 127)] + ["\n"]
-    vocabulary = {token: i for i, token in enumerate([*SPECIALS, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIALS[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=SPECIALS[2],
-        pad_token=SPECIALS[0],
-        additional_special_tokens=[SPECIALS[1]],
-        chat_template=TEMPLATE,
-    )
+    fast = tiny_tokenizer.build()
     fast.save_pretrained(folder / "model")
-    ids = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id, "vocab_size": len(vocabulary)}
+    ids = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id, "vocab_size": len(fast)}
     if model_type == "qwen3":
         model = tiny_model(dtype=None, hidden_size=64, head_dim=16, **ids)
     else:

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import report
-import trainer_run
-import warm_start
-from run_log import Record, read_generations, samples_of_step, wait_for_dump
-
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "scripts"))  # what several programs share
+
+import report  # noqa: E402
+import trainer_run  # noqa: E402
+import warm_start  # noqa: E402
+from run_log import Record, read_generations, samples_of_step, wait_for_dump  # noqa: E402
+from trainer_process import RunFolder, TrainerFailed  # noqa: E402
+
 OK, NOT_LEARNED, FAILED, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -42,17 +45,17 @@ def main(options: argparse.Namespace) -> int:
     material = out / "material"
     warm_start.ensure(material, warm_start.WarmStart(), say)
 
-    zorro_folder = trainer_run.RunFolder(out / "zorro")
+    zorro_folder = RunFolder(out / "zorro")
     zorro = run_strategy("zorro", settings, material, zorro_folder, say)
     checkpoint = zorro_folder.checkpoints / f"global_step_{settings.steps}"
     if not checkpoint.is_dir():
-        raise trainer_run.TrainerFailed(f"main_ppo ended well, but left no checkpoint {checkpoint}")
+        raise TrainerFailed(f"main_ppo ended well, but left no checkpoint {checkpoint}")
 
     stock = None
     if not options.no_baseline:
         budget = zorro.clock[-1]
         say(f"fsdp2: the stock engine, same seeds, for the same {budget:.0f} s of training")
-        stock = run_strategy("fsdp2", settings, material, trainer_run.RunFolder(out / "fsdp2"), say, budget)
+        stock = run_strategy("fsdp2", settings, material, RunFolder(out / "fsdp2"), say, budget)
 
     runs = [run for run in (zorro, stock) if run]
     result = report.learning(zorro.rewards)
@@ -80,7 +83,7 @@ def run_strategy(
     strategy: str,
     settings: trainer_run.Settings,
     material: Path,
-    folder: trainer_run.RunFolder,
+    folder: RunFolder,
     say: Callable[[str], None],
     budget: float | None = None,
 ) -> report.Run:
@@ -160,7 +163,7 @@ if __name__ == "__main__":
     os.environ.setdefault("MPLCONFIGDIR", str(options.out / "matplotlib"))
     try:
         sys.exit(main(options))
-    except trainer_run.TrainerFailed as error:
+    except TrainerFailed as error:
         print(f"\n{error}", file=sys.stderr)
         sys.exit(FAILED)
     except KeyboardInterrupt:

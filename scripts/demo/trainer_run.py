@@ -1,21 +1,12 @@
-"""One run of `python -m verl.trainer.main_ppo`: its command line, its processes from start to end, its files."""
+"""The demo's run of veRL's trainer: what it trains, and its command line."""
 
-import os
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-from run_log import MetricsFile, Record, last_error
-
-RUN_MARK = "ZORRO_DEMO_RUN"
+from run_log import Record
+from trainer_process import RunFolder, run, temporary_ray_folder
 
 
 @dataclass(frozen=True)
@@ -31,37 +22,6 @@ class Settings:
     response_tokens: int = 8
     tokens_per_micro_batch: int = 3584
     validation_samples: int = 4
-
-
-@dataclass(frozen=True)
-class RunFolder:
-    """Where one run leaves what it leaves."""
-
-    path: Path
-
-    @property
-    def log(self) -> Path:
-        return self.path / "console.log"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def validation(self) -> Path:
-        return self.path / "validation"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-
-class TrainerFailed(RuntimeError):
-    """main_ppo ended with an error; the message holds the end of its log."""
 
 
 def overrides(strategy: str, settings: Settings, material: Path, folder: RunFolder, ray_folder: Path) -> list[str]:
@@ -136,22 +96,6 @@ def overrides(strategy: str, settings: Settings, material: Path, folder: RunFold
     ]
 
 
-def environment(folder: RunFolder, mark: str) -> dict[str, str]:
-    """This process's environment without what would lead to another Ray cluster or to the network."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_NAMESPACE")}
-    return inherited | {
-        RUN_MARK: mark,
-        "VERL_FILE_LOGGER_PATH": str(folder.metrics),
-        "HYDRA_FULL_ERROR": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
 def train(
     strategy: str,
     settings: Settings,
@@ -161,77 +105,7 @@ def train(
     enough: Callable[[list[Record]], bool] = lambda records: False,
 ) -> list[Record]:
     """Runs the trainer to its end, or until `enough` says so; every process that it started is gone afterwards."""
-    shutil.rmtree(folder.path, ignore_errors=True)
-    folder.path.mkdir(parents=True)
-    ray_folder = short_temporary_folder()
-    mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "verl.trainer.main_ppo"]
-    command += overrides(strategy, settings, material, folder, ray_folder)
-    records: list[Record] = []
-    with folder.log.open("w") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=folder.path,
-            env=environment(folder, mark),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            for record in follow(process, MetricsFile(folder.metrics)):
-                records.append(record)
-                on_record(record)
-                if enough(records):
-                    return records
-        finally:
-            end(process, mark)
-            shutil.rmtree(ray_folder, ignore_errors=True)
-    if process.returncode != 0:
-        raise TrainerFailed(
-            f"main_ppo with strategy={strategy} ended with exit code {process.returncode}. The end of its log, all of "
-            f"which is in {folder.log}:\n\n{last_error(folder.log)}"
-        )
-    return records
-
-
-def follow(process: subprocess.Popen, metrics: MetricsFile) -> Iterator[Record]:
-    """Records as they are written; ends when the process has ended."""
-    while process.poll() is None:
-        yield from metrics.new_records()
-        time.sleep(0.2)
-    yield from metrics.new_records()
-
-
-def end(process: subprocess.Popen, mark: str) -> None:
-    """Asks the trainer first, so that Ray takes its own down; then sweeps what still carries this run's mark."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    leftover = processes_marked(mark)
-    for each in leftover:
-        each.terminate()
-    for each in psutil.wait_procs(leftover, timeout=5)[1]:
-        each.kill()
-
-
-def processes_marked(mark: str) -> list[psutil.Process]:
-    """By the environment, which every descendant inherits: Ray's workers change their titles, sessions and parents."""
-    return [each for each in psutil.process_iter() if has_mark(each, mark)]
-
-
-def has_mark(process: psutil.Process, mark: str) -> bool:
-    try:
-        return process.environ().get(RUN_MARK) == mark
-    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-        return False
-
-
-def short_temporary_folder() -> Path:
-    """Ray puts sockets under it, whose paths may not be longer than 107 bytes."""
-    base = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="zorro-", dir=base if len(base) < 30 else "/tmp"))
+    with temporary_ray_folder() as ray_folder:
+        command = [sys.executable, "-m", "verl.trainer.main_ppo"]
+        command += overrides(strategy, settings, material, folder, ray_folder)
+        return run(command, folder, on_record, enough)
