@@ -32,6 +32,7 @@ MODULES: dict[str, set[str]] = {
     "linear_attention": {"torch"},
     "log_probs": {"torch"},
     "memory": {"torch"},
+    "estimate": set(),
     "triton_reconstruct": {"torch", "triton"},
     "reconstruct": {"torch"},
     "masks": {"torch"},
@@ -90,6 +91,7 @@ RUNTIME_LIGHT = {"cpu_runtime", "cpu_runtime.hooks"}  # loaded with every `impor
 
 # Optional or heavy: imported inside the function that needs them.
 INSIDE_FUNCTIONS: dict[str, set[str]] = {
+    "estimate": {"torch", "transformers"},
     "varlen": {"flash_attn"},
     "plugin": {"packaging", "torch", "verl"},
     "engine": {"verl"},
@@ -109,6 +111,7 @@ TORCH_ONLY = (
     ".linear_attention",
     ".log_probs",
     ".memory",
+    ".estimate",
     ".reconstruct",
     ".flops",
     ".masks",

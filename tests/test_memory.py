@@ -32,6 +32,8 @@ MID = TINY | {
 }
 # Heads as wide as two hidden states, no grouped queries, and a narrow MLP: attention's backward is the largest moment.
 WIDE = TINY | {"head_dim": 32, "num_key_value_heads": 4, "intermediate_size": 64}
+EXPERTS = MID | {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "vocab_size": 512}
+EXPERTS |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
 SHARED = [(160, [40] * 4)] * 2  # 640 packed tokens, 320 of them responses'
 SHARED_MORE = [(320, [20] * 16)]  # as many
 LONG_PROMPT, LONG_RESPONSES = [(600, [10] * 4)], [(20, [155] * 4)]
@@ -98,7 +100,24 @@ CASES = {
     "tiny": (TINY, SHARED, {"checkpointing": False}),
     "tiny-checkpointing": (TINY, SHARED, {"checkpointing": True}),
     "wide-heads": (WIDE, SHARED, {"checkpointing": True}),
-    **{name: (TINY, SHARED, {"checkpointing": True, "model_type": name}) for name in LAYERS_KNOWN if name != "qwen3"},
+    "experts": (EXPERTS, SHARED, {"checkpointing": False, "model_type": "qwen3_moe"}),
+    "experts-checkpointing": (EXPERTS, SHARED, {"checkpointing": True, "model_type": "qwen3_moe"}),
+    "experts-wide": (
+        EXPERTS | {"moe_intermediate_size": 256},
+        SHARED,
+        {"checkpointing": True, "model_type": "qwen3_moe"},
+    ),
+    "experts-few": (EXPERTS | {"num_experts_per_tok": 2}, SHARED, {"checkpointing": True, "model_type": "qwen3_moe"}),
+    "experts-bfloat16": (
+        EXPERTS,
+        SHARED,
+        {"checkpointing": True, "model_type": "qwen3_moe", "dtype": "bfloat16"},
+    ),
+    **{
+        name: (TINY, SHARED, {"checkpointing": True, "model_type": name})
+        for name in LAYERS_KNOWN
+        if name not in ("qwen3", "qwen3_moe")
+    },
 }
 
 
@@ -193,8 +212,12 @@ def test_the_budget_of_sliced_rows_is_per_device(logits_optimization):
     ("change", "words"),
     [
         (
-            {"config": SimpleNamespace(model_type="qwen3_moe")},
-            "config: expected a model's config, .*qwen3.*got qwen3_moe",
+            {"config": SimpleNamespace(model_type="mixtral")},
+            "config: expected a model's config, .*qwen3.*got mixtral",
+        ),
+        (
+            {"config": SimpleNamespace(model_type="qwen3_moe", **EXPERTS | {"mlp_only_layers": [1]})},
+            r"config: expected experts in every layer, got mlp_only_layers=\[1\] and decoder_sparse_step=1",
         ),
         ({"dtype": "float8"}, "dtype: expected one of float32, bfloat16, float16, got 'float8'"),
         ({"logits_optimization": "best"}, "logits_optimization: expected one of .*, got 'best'"),

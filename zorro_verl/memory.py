@@ -8,6 +8,10 @@ size H, heads of width A in all, keys of width K, and a gated MLP of width I kee
     attention           T (A + K) b          its output and the values, and 4 bytes of log-sum-exp per head
     MLP                 T 4I b               both projections, the activation, the product
 
+Where the MLP is a mixture of which each token takes k experts of inner width I, it keeps T k (2H + 4I) b instead: the
+token for each of its experts, the same four, and what each expert gives. Its router keeps 8 bytes per expert and 32 for
+each that is taken. Gradients then are T k 2H b.
+
 With gradient checkpointing a layer keeps its input alone, T H b, and the rest is there for one layer at a time. While
 that layer's backward runs, the gradients of its MLP and of its output take T (2I + H) b more. Later, when the MLP and
 the second norm are gone, those of attention take T (3A + 4K + H) b: its output's, and its two calls' of queries, keys
@@ -33,9 +37,9 @@ from typing import Any, NamedTuple
 from zorro_verl.flops import config_size
 from zorro_verl.log_probs import CHUNK_BYTES, LOGITS_OPTIMIZATIONS
 
-# Decoders whose layers are as above: two norms before, a gated MLP; and those of them that normalise queries and keys.
-LAYERS_KNOWN = ("llama", "ministral", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3")
-_QUERY_KEY_NORM = ("qwen3",)
+# Decoders with layers as above: two norms before, a gated MLP or experts. And those that normalise queries and keys.
+LAYERS_KNOWN = ("llama", "ministral", "mistral", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3")
+_QUERY_KEY_NORM = ("qwen3", "qwen3_moe")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -65,7 +69,7 @@ def activation_memory(
     """What training on one micro-batch takes of each device.
 
     Args:
-        config: of a dense Hugging Face decoder, one of `LAYERS_KNOWN`.
+        config: of a Hugging Face decoder, one of `LAYERS_KNOWN`.
         tokens: packed tokens of the whole micro-batch, over all devices that its row is spread over: at most
             ``ppo_max_token_len_per_gpu`` times ``sequence_parallel``.
         response_tokens: how many of them are responses'.
@@ -153,13 +157,28 @@ class _Layer(NamedTuple):
         hidden, heads = config_size(config, "hidden_size"), config_size(config, "num_attention_heads")
         head_dim = config_size(config, "head_dim", hidden // heads)
         queries, keys = heads * head_dim, config_size(config, "num_key_value_heads", heads) * head_dim
-        inner = config_size(config, "intermediate_size")
-        norm, mlp = hidden * (4 + 2 * size), 4 * inner * size
+        norm, (mlp, in_mlp) = hidden * (4 + 2 * size), _mlp(config, hidden, size)
         normalised = (queries + keys) * ((4 + 2 * size) if config.model_type in _QUERY_KEY_NORM else size)
         kept = 2 * norm + normalised + (queries + keys) * size + 4 * heads + mlp
-        in_mlp = (2 * inner + hidden) * size
         in_attention = (3 * queries + 4 * keys + hidden) * size - mlp - norm
         return cls(kept, max(in_mlp, in_attention))
+
+
+def _mlp(config: Any, hidden: int, size: int) -> tuple[int, int]:
+    """Bytes per token: what it keeps, and its gradients at their largest moment."""
+    taken = config_size(config, "num_experts_per_tok", 0)
+    if not taken:
+        inner = config_size(config, "intermediate_size")
+        return 4 * inner * size, (2 * inner + hidden) * size
+    if config_size(config, "mlp_only_layers", ()) or config_size(config, "decoder_sparse_step", 1) != 1:
+        raise ValueError(
+            "config: expected experts in every layer, got mlp_only_layers="
+            f"{config_size(config, 'mlp_only_layers', ())} and decoder_sparse_step="
+            f"{config_size(config, 'decoder_sparse_step', 1)}"
+        )
+    inner = config_size(config, "moe_intermediate_size")
+    kept = taken * ((2 * hidden + 4 * inner) * size + 32) + 8 * config_size(config, "num_experts")
+    return kept, taken * 2 * hidden * size
 
 
 def _head(rows: int, hidden: int, vocabulary: int, size: int, mode: str, calculate_entropy: bool) -> int:

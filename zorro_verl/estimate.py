@@ -1,0 +1,137 @@
+"""What a step of training will take, from numbers alone: seconds of the model's passes, and memory of one GPU.
+
+Estimates, to choose hardware and settings by before anything has run. Seconds are floating-point work over what a GPU
+does at a utilisation that is assumed. Rollouts are not in them: generation reads weights and keys from memory, of which
+multiply-adds say little. Memory is tensors alone, as in `zorro_verl.memory`.
+
+The work of a pass is that of `zorro_verl.flops`: a forward of the scored rows costs one, an update three (forward, and
+both products of the backward), and with gradient checkpointing four.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from zorro_verl.flops import ModelWork
+
+_FLOAT32, _BFLOAT16 = 4, 2
+
+
+class Batch(NamedTuple):
+    """The rows of one training step, all of them alike."""
+
+    prompts: int
+    rollouts: int  # of each prompt, n
+    prompt_tokens: int
+    response_tokens: int
+
+    @property
+    def token_ratio(self) -> float:
+        """Tokens of the rows over tokens with each prompt once: n (P + R) / (P + n R)."""
+        return self.rollouts * (self.prompt_tokens + self.response_tokens) / self.group_tokens
+
+    @property
+    def group_tokens(self) -> int:
+        """Packed tokens of one prompt with its responses."""
+        return self.prompt_tokens + self.rollouts * self.response_tokens
+
+
+class PassSeconds(NamedTuple):
+    """Of one step, on all GPUs together."""
+
+    forward: float  # each of compute_log_prob and the reference pass
+    update: float
+
+
+def pass_seconds(
+    config: Any,
+    batch: Batch,
+    gpus: int,
+    *,
+    peak_flops: float,
+    utilisation: float,
+    shared: bool = True,
+    checkpointing: bool = True,
+    head_features: int | None = None,
+) -> PassSeconds:
+    """How long the model's passes over a step's batch take.
+
+    Args:
+        config: as for `ModelWork.of`.
+        batch: the step's rows.
+        gpus: how many compute.
+        peak_flops: of one of them, floating-point operations per second (a multiply-add is two).
+        utilisation: what share of them the passes reach, above 0 and at most 1.
+        shared: each prompt once; False for rows as they are.
+        checkpointing: ``enable_gradient_checkpointing``, which repeats the forward in the update.
+        head_features: as for `ModelWork.of`; 1 for a critic.
+
+    Raises:
+        ValueError: a number that can't be, or what `ModelWork.of` refuses.
+    """
+    if min(batch) < 1 or gpus < 1 or peak_flops <= 0 or not 0 < utilisation <= 1:
+        raise ValueError(
+            "batch, gpus, peak_flops and utilisation: expected at least 1 of each count, and 0 < utilisation <= 1, got "
+            f"{tuple(batch)}, {gpus}, {peak_flops} and {utilisation}"
+        )
+    group = batch.prompt_tokens, [batch.response_tokens] * batch.rollouts
+    work = ModelWork.of(config, head_features).of_groups([group])
+    operations = 2 * batch.prompts * (work.executed if shared else work.counted)
+    forward = operations / (gpus * peak_flops * utilisation)
+    return PassSeconds(forward, forward * (4 if checkpointing else 3))
+
+
+class ModelSize(NamedTuple):
+    """Parameters."""
+
+    total: int
+    layer: int  # of the largest decoder layer
+    outside: int  # of embedding, head and final norm
+
+    @classmethod
+    def of(cls, config: Any) -> ModelSize:
+        """Those of the language model that a Hugging Face config describes; nothing is allocated."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+        total = sum(p.numel() for p in model.parameters())
+        return cls(total, max(layers), total - sum(layers))
+
+
+class ShardMemory(NamedTuple):
+    """Bytes on one GPU that do not depend on the batch."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int  # what FSDP holds whole while layers run
+
+    @property
+    def resident(self) -> int:
+        """Of a model that isn't training and isn't offloaded: veRL drops gradients after each update."""
+        return self.weights + self.optimizer
+
+
+def shard_memory(size: ModelSize, gpus: int) -> ShardMemory:
+    """What FSDP2 holds of a model while it trains in veRL's mixed precision, sharded over all GPUs.
+
+    Weights, gradients and AdamW's two moments are float32. Gathered are, in bfloat16, what is outside of the decoder
+    layers, with its gradient, two layers (one runs, the next is on its way), and a layer's gradient, also in float32
+    for its reduction. veRL's ``param_offload`` and ``optimizer_offload`` change nothing here: they bring back all that
+    is offloaded before a model trains, and free `ShardMemory.resident` at other times.
+
+    Args:
+        size: of the model.
+        gpus: over which it is sharded.
+
+    Raises:
+        ValueError: no GPUs.
+    """
+    if gpus < 1:
+        raise ValueError(f"gpus: expected at least 1, got {gpus}")
+    shard = -(-size.total // gpus)
+    gathered = size.outside * 2 * _BFLOAT16 + size.layer * (3 * _BFLOAT16 + _FLOAT32)
+    return ShardMemory(shard * _FLOAT32, shard * _FLOAT32, 2 * shard * _FLOAT32, gathered)
