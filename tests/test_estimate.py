@@ -99,7 +99,6 @@ def test_shards_of_an_8b_model_on_eight_gpus():
     """16 bytes a parameter over all GPUs, and on each what is gathered."""
     memory = shard_memory(ModelSize(total=8_000, layer=200, outside=1_000), 8)
     assert memory == (4_000, 4_000, 8_000, 1_000 * 4 + 200 * 10)
-    assert memory.resident == 12_000
 
 
 @pytest.mark.parametrize(

@@ -94,10 +94,11 @@ def overrides(folder, strategy, steps=2, ranks=2):
     ]
 
 
-def run_trainer(arguments, folder, timeout=240, meanwhile=None):
+def run_trainer(arguments, folder, timeout=240, meanwhile=None, python=sys.executable, variables=None):
     """``python -m verl.trainer.main_ppo`` with ``arguments`` in a session of its own -> (exit code, output).
 
     ``meanwhile(session, output)`` is called ten times a second with the session's id and the output so far.
+    ``variables`` are what the environment has besides, by name.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "RAY_"))}
     environment |= {
@@ -107,8 +108,8 @@ def run_trainer(arguments, folder, timeout=240, meanwhile=None):
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "false",
-    }
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments, f"hydra.run.dir={folder}/hydra"]
+    } | (variables or {})
+    command = [python, "-m", "verl.trainer.main_ppo", *arguments, f"hydra.run.dir={folder}/hydra"]
     path = folder / "run.log"
     with open(path, "w") as log:
         process = subprocess.Popen(

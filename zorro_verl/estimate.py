@@ -109,11 +109,6 @@ class ShardMemory(NamedTuple):
     optimizer: int
     gathered: int  # what FSDP holds whole while layers run
 
-    @property
-    def resident(self) -> int:
-        """Of a model that isn't training and isn't offloaded: veRL drops gradients after each update."""
-        return self.weights + self.optimizer
-
 
 def shard_memory(size: ModelSize, gpus: int) -> ShardMemory:
     """What FSDP2 holds of a model while it trains in veRL's mixed precision, sharded over all GPUs.
@@ -121,7 +116,7 @@ def shard_memory(size: ModelSize, gpus: int) -> ShardMemory:
     Weights, gradients and AdamW's two moments are float32. Gathered are, in bfloat16, what is outside of the decoder
     layers, with its gradient, two layers (one runs, the next is on its way), and a layer's gradient, also in float32
     for its reduction. veRL's ``param_offload`` and ``optimizer_offload`` change nothing here: they bring back all that
-    is offloaded before a model trains, and free `ShardMemory.resident` at other times.
+    is offloaded before a model trains, and free weights and optimizer at other times. Gradients go after each update.
 
     Args:
         size: of the model.

@@ -78,6 +78,8 @@ def _verl_name(config: type) -> str:
 
 def check_run(config: DictConfig) -> None:
     """Refuse, while nothing has been started yet, what ``strategy=zorro`` would get wrong or leave without effect."""
+    # A value that a config leaves open (`???`) and others refer to is named here, and not by a worker.
+    OmegaConf.to_container(config, resolve=True)
     if config.actor_rollout_ref.actor.strategy == "zorro":
         _check_actor(config)
     if config.critic.strategy == "zorro" and need_critic(config):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+VARIABLES = ("STRATEGY", "MODEL", "CRITIC_MODEL", "DATA", "OUT", "NNODES", "GPUS_PER_NODE", "PYTHON")
 # Takes the place of Python in a recipe and writes down what it is called with.
 _STUB = '#!/bin/sh\nfor argument; do printf "%s\\0" "$argument"; done\n'
 _PREPARATION = re.compile(r"^#\s+(python3 recipes/data/\S+\.py .*)$", re.MULTILINE)
@@ -20,7 +21,12 @@ def every() -> list[Path]:
 
 
 def command_line(recipe: Path, variables: Mapping[str, str], *arguments: str) -> list[str]:
-    """What a recipe calls Python with, ``-m verl.trainer.main_ppo`` first, under these environment variables.
+    """What a recipe calls Python with, ``-m verl.trainer.main_ppo`` first.
+
+    Args:
+        recipe: its file.
+        variables: of `VARIABLES`; those that aren't here are as if nobody had set them.
+        arguments: of the recipe.
 
     Raises:
         ValueError: the recipe ended with an error, whose words are in the message.
@@ -29,7 +35,8 @@ def command_line(recipe: Path, variables: Mapping[str, str], *arguments: str) ->
         stub = Path(folder) / "python"
         stub.write_text(_STUB)
         stub.chmod(0o755)
-        environment = os.environ | variables | {"PYTHON": str(stub)}
+        inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        environment = inherited | variables | {"PYTHON": str(stub)}
         command = ["bash", str(recipe), *arguments]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     if result.returncode:
@@ -39,9 +46,8 @@ def command_line(recipe: Path, variables: Mapping[str, str], *arguments: str) ->
 
 def settings(arguments: list[str]) -> dict[str, str]:
     """The value of each key of a command line; the last one counts, as for Hydra."""
-    return {
-        key.lstrip("+"): value for key, _, value in (argument.partition("=") for argument in arguments) if "." in key
-    }
+    pairs = (argument.split("=", 1) for argument in arguments if "=" in argument)
+    return {key.lstrip("+"): value for key, value in pairs}
 
 
 def preparation(recipe: Path) -> list[str]:
