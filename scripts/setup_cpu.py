@@ -51,7 +51,7 @@ def is_whole(dist_info: Path) -> bool:
         return False
     for line in record.read_text().splitlines():
         name, _, size = line.rsplit(",", 2)
-        if not size:  # RECORD itself and compiled files
+        if not size or "/__pycache__/" in name:  # RECORD itself and compiled files, which pip makes anew
             continue
         try:
             if (dist_info.parent / name.strip('"')).stat().st_size != int(size):

@@ -116,19 +116,20 @@ def write_shop(rng: random.Random, path: Path) -> None:
 
 
 def bird_question(rng: random.Random, number: int, database: str) -> dict[str, str]:
-    """By turns without and with a piece of evidence."""
-    price, thing = rng.randint(1, 5), rng.choice(THINGS)
+    """By turns without and with a piece of evidence. Hardly two are the same: prices have three digits."""
+    price, thing = rng.randint(100, 500) / 100, rng.choice(THINGS)
     question, evidence, query = (
         (f"What costs more than {price}?", "", f"SELECT DISTINCT name FROM item WHERE price > {price}"),
         (
             f"How many cheap {thing} are there?",
-            f"cheap: price < {price + 5}",
-            f"SELECT COUNT(*) FROM item WHERE name = '{thing}' AND price < {price + 5}",
+            f"cheap: price < {price + 5:.2f}",
+            f"SELECT COUNT(*) FROM item WHERE name = '{thing}' AND price < {price + 5:.2f}",
         ),
         (
-            f"Which cities sell {thing}, dearest first?",
+            f"Which cities sell {thing} for more than {price}, dearest first?",
             "",
-            f"SELECT city FROM shop JOIN item ON item.shop = shop.id WHERE name = '{thing}' ORDER BY price DESC",
+            "SELECT city FROM shop JOIN item ON item.shop = shop.id "
+            f"WHERE name = '{thing}' AND price > {price} ORDER BY price DESC",
         ),
     )[number % 3]
     return {"db_id": database, "question": question, "evidence": evidence, "SQL": query}
