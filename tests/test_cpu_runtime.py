@@ -170,6 +170,30 @@ def test_a_prompt_is_computed_once_until_the_weights_change():
     assert len(calls) == 2 * len(PROMPTS)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
+def test_a_generation_that_is_stopped_has_what_was_drawn(name):
+    model = tiny_model() if name == "qwen3" else tiny_models.build(name)
+    engine = PromptSharingGenerator(model, [END], kept_tokens=10_000)
+    asked = requests(max_tokens=9)
+    whole = engine.generate(asked)
+    assert {len(c.token_ids) for c in whole} > {9}, "some have to end early for this test"
+    calls = count_tokens(engine)
+    for steps in range(4):
+        engine.forget_prompts()
+        calls.clear()
+        stopped = engine.generate(asked, lambda: len(calls) >= len(PROMPTS) + steps)  # noqa: B023
+        assert len(calls) == len(PROMPTS) + steps
+        for part, all_of_it in zip(stopped, whole, strict=True):
+            assert part.token_ids == all_of_it.token_ids[: steps + 1]
+            assert part.log_probs == pytest.approx(all_of_it.log_probs[: steps + 1], abs=1e-5)
+            assert part.finished == (len(all_of_it.token_ids) <= steps + 1)
+    calls.clear()
+    engine.forget_prompts()
+    nothing = engine.generate(asked, lambda: len(calls) >= 2)
+    assert len(calls) == 2
+    assert {(len(c.token_ids), c.finished) for c in nothing} == {(0, False)}
+
+
 def test_a_step_feeds_one_token_a_sibling():
     engine = generator()
     calls = count_tokens(engine)
@@ -274,6 +298,8 @@ CHOSEN_BY_ENVIRONMENT = """
             assert "actor_rollout_ref.actor.strategy=fsdp2" in str(error), error
     assert get_rollout_class("hf").__name__ == "HFWeightSender"
     assert get_rollout_replica_class("hf").__name__ == "HFReplica"
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+    assert CheckpointEngineRegistry.get("gloo").__name__ == "GlooCheckpointEngine"
     from verl.utils.flops_counter import get_device_flops
     assert 0 < get_device_flops() < float("inf")
     from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager as Manager
@@ -326,6 +352,18 @@ CHOSEN_BY_CONFIG = """
     assert not config.actor_rollout_ref.actor.fsdp_config.use_torch_compile
     assert not config.actor_rollout_ref.ref.fsdp_config.use_torch_compile
     assert OmegaConf.is_struct(config)
+
+    # Rollouts of their own have slots of their own, and weights need a way between processes of CPUs.
+    separate = (
+        "trainer.v1.trainer_mode=separate_async",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=3",
+    )
+    assert "checkpoint_engine.backend must be gloo, got naive" in refusal(*grpo, *separate)
+    backend = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+    ray = prepared(*grpo, *separate, f"{backend}=gloo").ray_kwargs.ray_init
+    assert ray.num_gpus == 5 and ray.num_cpus >= 27, ray
+    prepared(*grpo, *separate, f"{backend}=mine", f"{backend[:-8]}.custom_backend_module=my.module")
 
     # What the user has set stays.
     config = prepared(

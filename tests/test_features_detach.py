@@ -57,7 +57,7 @@ def a_step_of_two_updates(rank, path, world_size):
 @pytest.mark.feature(
     "trainer.v1.trainer_mode",
     "works",
-    "`sync`, `colocate_async`; of `separate_async` the parts that differ are tested, a whole run was not made",
+    "`sync`, `colocate_async` and `separate_async`, each in whole runs on CPUs",
 )
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_are_set_aside_and_taken_back(folder, world_size):  # noqa: F811
@@ -78,8 +78,12 @@ def two_updates(aggregator, **more):
         {"zorro/tokens_total": 90.0, "zorro/tokens_packed": 30.0, "zorro/token_ratio": 3.0, "zorro/groups": 4.0},
         {"zorro/tokens_total": 20.0, "zorro/tokens_packed": 20.0, "zorro/token_ratio": 1.0, "zorro/groups": 2.0},
     ]
-    others = {"zorro/fallback/group_cut": 1.0, "zorro/ref/token_ratio": 2.0, "actor/loss": 5.0}
-    for metrics in updates:
+    ratios = [
+        {"zorro/token_ratio_best": 3.0, "zorro/ref/token_ratio": 2.0, "zorro/flop_ratio": 4.0},
+        {"zorro/token_ratio_best": 2.0, "zorro/ref/token_ratio": 4.0, "zorro/flop_ratio": 2.0},
+    ]
+    others = {"zorro/fallback/group_cut": 1.0, "zorro/values/token_ratio": 2.0, "actor/loss": 5.0}
+    for metrics in (counts | ratio for counts, ratio in zip(updates, ratios, strict=True)):
         aggregator.add_step_metrics(metrics | others | more, sample_count=8)
     return aggregator.get_aggregated_metrics()
 
@@ -90,7 +94,10 @@ ADDED = {
     "zorro/token_ratio": 2.2,
     "zorro/groups": 6.0,
     "zorro/fallback/group_cut": 2.0,
-    "zorro/ref/token_ratio": 2.0,
+    "zorro/token_ratio_best": 110 / (30 + 10),
+    "zorro/ref/token_ratio": 110 / (45 + 5),
+    "zorro/values/token_ratio": 2.0,
+    "zorro/flop_ratio": 3.0,
     "actor/loss": 5.0,
 }
 
@@ -103,6 +110,17 @@ def test_counts_of_several_updates_are_added():
     stock = MetricsAggregator()
     stock.add_step_metrics({"actor/loss": 5.0})
     assert stock.get_aggregated_metrics() == {"actor/loss": 5.0}
+
+
+def test_ratios_of_a_step_that_trained_no_actor_are_averages():
+    """While `critic_warmup` lasts, there are no tokens of an update to weigh them by."""
+    import verl.trainer.ppo.v1.trainer_base  # noqa: F401
+    from verl.trainer.ppo.v1.utils import MetricsAggregator
+
+    aggregator = MetricsAggregator()
+    for ratio in (2.0, 4.0):
+        aggregator.add_step_metrics({"zorro/values/token_ratio": ratio}, sample_count=8)
+    assert aggregator.get_aggregated_metrics() == {"zorro/values/token_ratio": 3.0}
 
 
 @pytest.mark.slow

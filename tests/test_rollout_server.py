@@ -1,10 +1,13 @@
 """The rollout server as verl's agent loop sees it, the seed of each request, and the order of the rows."""
 
 import asyncio
+import threading
 import types
 
 import pytest
+import torch
 from fresh_process import run_python
+from omegaconf import OmegaConf
 from tiny_run import make_material
 from verl.workers.config import HFModelConfig, RolloutConfig
 
@@ -58,7 +61,7 @@ def test_requests_that_come_together_get_what_they_get_alone(server, model_confi
 def test_requests_of_one_moment_are_one_batch(server):
     batches = []
     generate = server._generator.generate
-    server._generator.generate = lambda requests: batches.append(len(requests)) or generate(requests)
+    server._generator.generate = lambda requests, *stop: batches.append(len(requests)) or generate(requests, *stop)
 
     async def scenario():
         await asyncio.gather(*(ask(server, p, seed) for seed in range(6) for p in PROMPTS))
@@ -151,11 +154,137 @@ def test_aborted_requests_end_and_later_ones_wait_for_the_resumption(server):
         await asyncio.sleep(0.2)
         assert not held.done()
         await server.resume_generation()
-        return aborted, await held
+        return aborted, await held, await ask(server, PROMPTS[0], 0)
 
-    aborted, resumed = within_a_minute(scenario())
-    assert {o.stop_reason for o in aborted} <= {"aborted", "completed"}
+    aborted, resumed, never_held = within_a_minute(scenario())
+    assert [(o.stop_reason, o.token_ids) for o in aborted] == [("aborted", [])] * 3
+    assert resumed == never_held
     assert resumed.stop_reason == "completed"
+
+
+class Brake:
+    """Holds the server's model at its call number `calls`, counted from 0, until it is released."""
+
+    def __init__(self, server, calls):
+        self._free, self._passed, self._held = calls, threading.Event(), threading.Event()
+        server._generator.model.register_forward_pre_hook(self._before_call)
+
+    def _before_call(self, module, args):
+        if self._free == 0:
+            self._held.set()
+            assert self._passed.wait(30)
+        self._free -= 1
+
+    async def holds(self):
+        assert await asyncio.to_thread(self._held.wait, 30)
+
+    def release(self):
+        self._passed.set()
+
+
+def test_a_running_batch_ends_with_the_tokens_that_it_has_and_goes_on_from_them(server):
+    """As verl's asynchronous client does it: it asks again with what it got, here under other weights."""
+    brake = Brake(server, 5)  # three prompts, and two tokens behind the first
+    weights = {name: weight * 1.1 for name, weight in server._generator.model.state_dict().items()}
+
+    async def scenario():
+        running = [asyncio.create_task(ask(server, p, 7, ignore_eos=True, max_tokens=8)) for p in PROMPTS]
+        await brake.holds()
+        aborting = asyncio.create_task(server.abort_all_requests())
+        await asyncio.sleep(0.1)
+        assert not aborting.done()  # the call that has begun
+        brake.release()
+        await aborting
+        first = await asyncio.gather(*running)
+        await server.load_weights(weights, global_steps=5)
+        await server.resume_generation()
+        rest = [
+            await ask(server, prompt + part.token_ids, 7, ignore_eos=True, max_tokens=8 - len(part.token_ids))
+            for prompt, part in zip(PROMPTS, first, strict=True)
+        ]
+        return first, rest, server._generator.model
+
+    first, rest, model = within_a_minute(scenario())
+    for prompt, begun, ended in zip(PROMPTS, first, rest, strict=True):
+        assert (begun.stop_reason, ended.stop_reason) == ("aborted", "completed")
+        assert len(begun.token_ids) == len(begun.log_probs) == 4  # and one from the call that had begun
+        assert len(ended.token_ids) == len(ended.log_probs) == 4
+        assert ended.extra_fields["global_steps"] == 5
+        row = torch.tensor([prompt + begun.token_ids + ended.token_ids])
+        with torch.no_grad():
+            log_p = model(row).logits[0, -5:-1].log_softmax(-1)
+        own = log_p.gather(1, torch.tensor(ended.token_ids)[:, None])[:, 0]
+        assert ended.log_probs == pytest.approx(own.tolist(), abs=1e-5)
+
+
+def test_a_server_that_leaves_rejects_what_comes_late(server):
+    """Held there, a request would wait for the next validation; the client takes it to another server."""
+
+    async def scenario():
+        await server.abort_all_requests(reject_request=True)
+        late = await ask(server, PROMPTS[0], 0)
+        await server.resume_generation()
+        return late, await ask(server, PROMPTS[0], 0)
+
+    late, served = within_a_minute(scenario())
+    assert (late.stop_reason, late.token_ids) == ("aborted", [])
+    assert served.stop_reason == "completed"
+
+
+def test_a_held_request_is_drawn_from_the_weights_that_came_meanwhile(server):
+    weights = {name: weight * 1.1 for name, weight in server._generator.model.state_dict().items()}
+
+    async def scenario():
+        await server.abort_all_requests()
+        held = asyncio.create_task(ask(server, PROMPTS[0], 0))
+        await asyncio.sleep(0.1)
+        await server.load_weights(weights, global_steps=9)
+        await server.resume_generation()
+        return await held, await ask(server, PROMPTS[0], 0)
+
+    held, after = within_a_minute(scenario())
+    assert held == after
+    assert held.extra_fields["global_steps"] == 9
+
+
+def test_verls_asynchronous_client_puts_the_parts_together(server):
+    """The whole loop of `FullyAsyncLLMServerClient`, its load balancer and Ray's handle apart."""
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+
+    brake = Brake(server, 2)  # the prompt, and a token behind the first
+    handle = types.SimpleNamespace(generate=types.SimpleNamespace(remote=server.generate))
+
+    class Client(FullyAsyncLLMServerClient):
+        async def _acquire_server(self, request_id, **request):
+            return "server", handle
+
+        def _release_server(self, server_id, request_id=None):
+            pass
+
+    client = Client(OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "hf", "response_length": 8}}}))
+
+    async def scenario():
+        params = PARAMS | {"ignore_eos": True, "seed": 3}
+        await server.load_weights(server._generator.model.state_dict(), global_steps=1)
+        answer = asyncio.create_task(client.generate("any", prompt_ids=PROMPTS[0], sampling_params=params))
+        await brake.holds()
+        aborting = asyncio.create_task(server.abort_all_requests())
+        await asyncio.sleep(0.1)
+        brake.release()
+        await aborting
+        await server.load_weights(server._generator.model.state_dict(), global_steps=2)
+        await server.resume_generation()
+        return await answer
+
+    output = within_a_minute(scenario())
+    assert len(output.token_ids) == len(output.log_probs) == 8
+    assert output.extra_fields["min_global_steps"] == 1
+    assert output.extra_fields["max_global_steps"] == 2
+    row = torch.tensor([PROMPTS[0] + output.token_ids])
+    with torch.no_grad():
+        log_p = server._generator.model(row).logits[0, len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
+    own = log_p.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+    assert output.log_probs == pytest.approx(own.tolist(), abs=1e-5)
 
 
 def test_each_place_of_a_step_has_its_seed_and_only_for_this_server():
@@ -247,6 +376,24 @@ def test_the_replay_buffer_lists_rows_in_data_order_and_soon(tmp_path_factory):
         thread.join()
         assert batch.keys == expected, batch.keys
         assert late < 1.5, f"{{late}} s after the last rollout; verl's own buffer looks every 2 s"
+
+        # The asynchronous one: of what is finished, the prompts that were dispatched first.
+        tq.kv_clear(partition_id="train", keys=batch.keys)
+        buffer = load_extern_type("pkg://zorro_verl.cpu_runtime.replay", "OrderedReplayBufferAsync")(
+            trainer_mode="separate_async", trainer_config={{}}, max_off_policy_threshold=8,
+            max_off_policy_strategy="drop", sampler_kwargs={{}}, refill_fn=None,
+        )
+        tq.kv_batch_put(keys=uids, partition_id="train", tags=tags)
+        finished = [uid for i, uid in enumerate(uids) if i % 3]
+        keys = [f"{{uid}}_{{session}}_0" for session in range(4) for uid in reversed(finished)]
+        fields = TensorDict({{"x": torch.zeros(len(keys), 1)}}, batch_size=len(keys))
+        tq.kv_batch_put(keys=keys, partition_id="train", fields=fields, tags=[{{"n": 1}}] * len(keys))
+        for uid in reversed(finished):
+            tq.kv_put(key=uid, partition_id="train", tag={{"status": "finished"}})
+        for first in (0, 4):
+            batch, _ = buffer.sample(global_steps=1, partition_id="train", batch_size=4)
+            oldest = finished[first : first + 4]
+            assert batch.keys == [f"{{uid}}_{{session}}_0" for uid in oldest for session in range(4)], batch.keys
         print("SAMPLED")
         tq.close()
         ray.shutdown()
@@ -256,8 +403,10 @@ def test_the_replay_buffer_lists_rows_in_data_order_and_soon(tmp_path_factory):
     assert "SAMPLED" in output
 
 
-def test_the_replay_buffer_is_for_the_synchronous_trainer():
-    from zorro_verl.cpu_runtime.replay import OrderedReplayBuffer
+def test_each_replay_buffer_has_its_trainers():
+    from zorro_verl.cpu_runtime.replay import OrderedReplayBuffer, OrderedReplayBufferAsync
 
-    with pytest.raises(ValueError, match="trainer_mode must be sync, got separate_async"):
+    with pytest.raises(ValueError, match="trainer_mode=sync, got separate_async.*OrderedReplayBufferAsync"):
         OrderedReplayBuffer(trainer_mode="separate_async")
+    with pytest.raises(ValueError, match="=colocate_async or separate_async, got sync.*OrderedReplayBuffer "):
+        OrderedReplayBufferAsync(trainer_mode="sync")

@@ -33,9 +33,15 @@ def _summing(original: Callable) -> Callable:
 
 
 def total_counts(values: dict[str, list[float]]) -> dict[str, float]:
-    """A step's ``zorro/*`` counts from those of its updates: sums, and their quotient. Other ratios stay averages."""
-    ours = {name: sum(x) for name, x in values.items() if name.startswith("zorro/")}
-    counts = {name: total for name, total in ours.items() if not name.endswith(("ratio", "ratio_best", "_executed"))}
-    if "zorro/tokens_packed" in counts:
-        counts["zorro/token_ratio"] = counts["zorro/tokens_total"] / max(1, counts["zorro/tokens_packed"])
+    """A step's ``zorro/*`` counts from those of its updates: sums, and the token ratios of all their tokens.
+
+    Every pass of an update runs over the same rows, so that its tokens over the ratio are what the pass packed, or with
+    ``token_ratio_best`` could have packed. Other ratios, of work and of time, stay averages.
+    """
+    ours = {name: x for name, x in values.items() if name.startswith("zorro/")}
+    counts = {name: sum(x) for name, x in ours.items() if not name.endswith(("ratio", "ratio_best", "_executed"))}
+    totals = ours.get("zorro/tokens_total", [])
+    for name, ratios in ours.items():
+        if name.endswith(("token_ratio", "token_ratio_best")) and len(ratios) == len(totals):
+            counts[name] = sum(totals) / sum(total / ratio for total, ratio in zip(totals, ratios, strict=True))
     return counts

@@ -116,14 +116,15 @@ def write_shop(rng: random.Random, path: Path) -> None:
 
 
 def bird_question(rng: random.Random, number: int, database: str) -> dict[str, str]:
-    """By turns without and with a piece of evidence. Hardly two are the same: prices have three digits."""
-    price, thing = rng.randint(100, 500) / 100, rng.choice(THINGS)
+    """By turns without and with a piece of evidence. No two have the same price, and so no two are the same."""
+    price, thing = 1 + number / 8 + rng.randrange(12) / 100, rng.choice(THINGS)
+    price = f"{price:.2f}"
     question, evidence, query = (
         (f"What costs more than {price}?", "", f"SELECT DISTINCT name FROM item WHERE price > {price}"),
         (
             f"How many cheap {thing} are there?",
-            f"cheap: price < {price + 5:.2f}",
-            f"SELECT COUNT(*) FROM item WHERE name = '{thing}' AND price < {price + 5:.2f}",
+            f"cheap: price < {price}",
+            f"SELECT COUNT(*) FROM item WHERE name = '{thing}' AND price < {price}",
         ),
         (
             f"Which cities sell {thing} for more than {price}, dearest first?",

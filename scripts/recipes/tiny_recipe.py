@@ -146,12 +146,19 @@ class TinyForm:
             f"hydra.run.dir={self.run_folder.path}",
         ]
         if own.get("critic.strategy"):
-            result += [f"critic.ppo_mini_batch_size={PROMPTS}", "critic.optim.lr=1e-3"]
+            result += [f"critic.ppo_mini_batch_size={PROMPTS}", "critic.optim.lr=1e-3", "trainer.critic_warmup=0"]
             result += [f"++critic.fsdp.mixed_precision.{kind}_dtype=fp32" for kind in ("param", "reduce", "buffer")]
-        if own.get("trainer.v1.trainer_mode", "sync") == "sync":
+        mode = own.get("trainer.v1.trainer_mode", "sync")
+        result += [
+            "trainer.v1.sampler.custom_sampler.path=pkg://zorro_verl.cpu_runtime.replay",
+            f"trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer{'' if mode == 'sync' else 'Async'}",
+        ]
+        if mode == "separate_async":
             result += [
-                "trainer.v1.sampler.custom_sampler.path=pkg://zorro_verl.cpu_runtime.replay",
-                "trainer.v1.sampler.custom_sampler.name=OrderedReplayBuffer",
+                f"trainer.v1.separate_async.parameter_sync_step={updates}",
+                f"{rollout}.nnodes=1",
+                f"{rollout}.n_gpus_per_node=1",
+                f"{rollout}.checkpoint_engine.backend=gloo",
             ]
         if self.strategy == "fsdp2":
             result += ["actor_rollout_ref.model.use_fused_kernels=False"]  # veRL's need an accelerator

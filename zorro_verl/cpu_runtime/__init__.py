@@ -13,7 +13,8 @@ in here is loaded and verl looks for an accelerator as ever, on a driver that ha
 * gets `attn_implementation=sdpa` where the config names none, and no `torch.compile`;
 * generates with `rollout.name=hf`: the Hugging Face model itself in `rollout.dtype`, each prompt computed once, weights
   taken from the actor in every step, log-probabilities returned, every rollout drawn from its own seed. A run is
-  repeatable by `rollout.seed`; `replay` has the sampler that keeps the rows in order too.
+  repeatable by `rollout.seed`; `replay` has the sampler that keeps the rows in order too;
+* may be asynchronous: `trainer_mode=colocate_async`, or `separate_async` with `rollout.checkpoint_engine.backend=gloo`.
 
 | module | job |
 |---|---|
@@ -22,6 +23,7 @@ in here is loaded and verl looks for an accelerator as ever, on a driver that ha
 | `platform`, `device_module` | verl's platform "cpu" |
 | `stock` | verl's FSDP2 engine and critic on the CPU |
 | `rollout`, `server`, `weights` | the replica, its server process, and the way of the weights into it |
+| `checkpoint_engine` | the way of the weights to servers in slots of their own |
 | `generation`, `seeding`, `routing` | shared prompts, seeded draws, siblings to one server |
-| `replay` | a replay buffer with a short poll |
+| `replay` | replay buffers with a short poll |
 """

@@ -5,7 +5,7 @@ of that request. Greedy it is the model's own `generate`, which knows neither a 
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +87,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens up to and with the end token, and the log-probability of each under the distribution drawn from."""
+    """The tokens up to and with the end token, and the log-probability of each under the distribution drawn from.
+
+    Not `finished` where the generation was stopped before the last token.
+    """
 
     token_ids: list[int]
     log_probs: list[float]
+    finished: bool = True
+
+
+# Of a request that was stopped before its first token.
+NOTHING = Completion([], [], finished=False)
 
 
 @dataclass(frozen=True)
@@ -131,19 +139,28 @@ class PromptSharingGenerator:
         self._states.clear()
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete the requests, in their order. Those that sample alike run together."""
+    def generate(self, requests: Sequence[Request], stopped: Callable[[], bool] = lambda: False) -> list[Completion]:
+        """Complete the requests, in their order. Those that sample alike run together.
+
+        Once `stopped()` says so, no further call of the model begins, and requests get the tokens that they have.
+        """
         alike: dict[Sampling, list[int]] = {}
         for index, request in enumerate(requests):
             alike.setdefault(request.sampling, []).append(index)
         completions: dict[int, Completion] = {}
         for sampling, indices in alike.items():
             batch = [requests[index] for index in indices]
-            completions.update(zip(indices, self._generate_alike(sampling, batch), strict=True))
+            completions.update(zip(indices, self._generate_alike(sampling, batch, stopped), strict=True))
         return [completions[index] for index in range(len(requests))]
 
-    def _generate_alike(self, sampling: Sampling, batch: Sequence[Request]) -> list[Completion]:
-        states = {request.prompt: self._state(request.prompt) for request in batch}
+    def _generate_alike(
+        self, sampling: Sampling, batch: Sequence[Request], stopped: Callable[[], bool]
+    ) -> list[Completion]:
+        states = {}
+        for prompt in dict.fromkeys(request.prompt for request in batch):
+            if stopped():
+                return [NOTHING] * len(batch)
+            states[prompt] = self._state(prompt)
         self._drop_oldest()
         row, column = _places(batch)
         limits = torch.tensor([request.max_tokens for request in batch])
@@ -165,13 +182,17 @@ class PromptSharingGenerator:
             log_probs.append(log_prob)
             lengths += running
             running &= (lengths < limits) & ~torch.isin(chosen, ends)
-            if not running.any():
+            if not running.any() or stopped():
                 break
             logits = step_model(chosen, row, column)
         return [
-            Completion(row_tokens[:length], row_log_probs[:length])
-            for row_tokens, row_log_probs, length in zip(
-                torch.stack(tokens, 1).tolist(), torch.stack(log_probs, 1).tolist(), lengths.tolist(), strict=True
+            Completion(row_tokens[:length], row_log_probs[:length], finished=not cut)
+            for row_tokens, row_log_probs, length, cut in zip(
+                torch.stack(tokens, 1).tolist(),
+                torch.stack(log_probs, 1).tolist(),
+                lengths.tolist(),
+                running.tolist(),
+                strict=True,
             )
         ]
 

@@ -7,6 +7,7 @@
 | `utils.model.load_valuehead_model` | the config's attention | verl asks for flash_attention_2 in any case |
 | `workers.engine` | the stock engine `fsdp2` | verl registers it for cuda and npu only |
 | `workers.rollout.base`, `workers.rollout.replica` | rollout "hf" | verl's server engines need an accelerator |
+| `checkpoint_engine.base` | backend "gloo" | verl's backends for `separate_async` move weights between devices |
 | `workers.rollout.llm_server` | requests named by prompt | siblings share a server, and the prompt's keys and values |
 | `experimental.agent_loop.agent_loop` | a seed for every request | verl names requests at random |
 
@@ -26,6 +27,7 @@ def install() -> None:
     after_import("verl.workers.engine", register_stock_engines)
     after_import("verl.workers.rollout.base", register_adapter)
     after_import("verl.workers.rollout.replica", register_replica)
+    after_import("verl.checkpoint_engine.base", register_checkpoint_engine)
     after_import("verl.workers.rollout.llm_server", route_by_prompt)
     after_import("verl.experimental.agent_loop.agent_loop", seed_requests)
 
@@ -69,6 +71,12 @@ def register_replica(rollout_replica: ModuleType) -> None:
         return HFReplica
 
     rollout_replica.RolloutReplicaRegistry.register("hf", load)
+
+
+def register_checkpoint_engine(checkpoint_engine: ModuleType) -> None:
+    from zorro_verl.cpu_runtime.checkpoint_engine import GlooCheckpointEngine
+
+    checkpoint_engine.CheckpointEngineRegistry.register("gloo")(GlooCheckpointEngine)
 
 
 def route_by_prompt(llm_server: ModuleType) -> None:

@@ -1,13 +1,14 @@
-"""The two ends of `rollout.name=hf` in verl: the replica that launches a server, and the actor's sender of weights."""
+"""The two ends of `rollout.name=hf` in verl: the replica that launches a server, and the sender of weights to it."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import AsyncIterable, Iterable
 
 import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
+from verl.workers.rollout.utils import ensure_async_iterator
 
 from zorro_verl.cpu_runtime.server import HFServer
 
@@ -21,10 +22,10 @@ class HFReplica(RolloutReplica):
     """One server process a replica, whatever its tensor-parallel size, on the node of the replica's first worker."""
 
     async def launch_servers(self) -> None:
-        if self.rollout_mode is not RolloutMode.HYBRID:
+        if self.is_reward_model or self.is_teacher_model or self.rollout_mode is RolloutMode.COLOCATED:
             raise ValueError(
-                "rollout.name=hf serves the actor's own workers (trainer.v1.trainer_mode=sync or colocate_async), "
-                f"not a rollout of mode {self.rollout_mode.value}: choose another rollout.name there"
+                "rollout.name=hf serves the policy that is trained, not a reward model or a teacher: "
+                "choose another rollout.name there"
             )
         if self.config.logprobs_mode != "processed_logprobs":
             raise ValueError(
@@ -50,15 +51,18 @@ class HFReplica(RolloutReplica):
 
 
 class HFWeightSender(BaseRollout):
-    """Lives in each worker of the actor; the first of a replica sends the weights to the replica's server."""
+    """Lives in each worker of a replica, and the first of them sends the weights to the replica's server.
+
+    The workers are those of the actor, or, in a rollout of its own, those that receive the actor's weights.
+    """
 
     def __init__(self, config, model_config, device_mesh, replica_rank: int = -1):
         super().__init__(config, model_config, device_mesh)
         width = self.config.tensor_model_parallel_size * self.config.data_parallel_size
         width *= self.config.pipeline_model_parallel_size
         rank = int(os.environ["RANK"])
-        self._replica_rank = rank // width if replica_rank == -1 else replica_rank
-        self._is_sender = rank % width == 0
+        self.replica_rank = rank // width if replica_rank == -1 else replica_rank
+        self.is_leader_rank = rank % width == 0
 
     async def resume(self, tags: list[str]) -> None: ...
 
@@ -67,7 +71,7 @@ class HFWeightSender(BaseRollout):
     @torch.no_grad()
     async def update_weights(
         self,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        weights: Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]],
         wire_format: str = "named_tensors",
         global_steps: int | None = None,
         **adapter,
@@ -75,14 +79,14 @@ class HFWeightSender(BaseRollout):
         """Gather the weights, which every rank takes part in, and load them into the server before returning."""
         if wire_format != "named_tensors":
             raise ValueError(
-                f"rollout.name=hf takes whole tensors, got wire_format={wire_format}: "
-                "set actor_rollout_ref.rollout.checkpoint_engine.backend=naive"
+                f"rollout.name=hf takes whole tensors, got wire_format={wire_format}: set "
+                "actor_rollout_ref.rollout.checkpoint_engine.backend=naive, with trainer_mode=separate_async gloo"
             )
         gathered = {}
-        for name, weight in weights:
-            if self._is_sender:
+        async for name, weight in ensure_async_iterator(weights):
+            if self.is_leader_rank:
                 # Copied: the next parameter that is gathered may reuse the memory of this one.
                 gathered[name] = weight.detach().cpu().clone()
-        if self._is_sender:
-            server = ray.get_actor(server_name(self._replica_rank))
+        if self.is_leader_rank:
+            server = ray.get_actor(server_name(self.replica_rank))
             await server.load_weights.remote(gathered, global_steps)

@@ -17,11 +17,13 @@ from zorro_verl.cpu_runtime.stock import FSDP1_REFUSAL
 logger = logging.getLogger(__name__)
 
 STRATEGIES = ("fsdp2", "zorro")
+WEIGHTS_BACKEND = "gloo"
 
 
 def prepare_run(config: DictConfig) -> None:
     """Check the run, choose the platform for this process and all workers, and fill in what has one value on a CPU."""
     _check_strategies(config)
+    _check_weights_backend(config)
     choose_platform()
     with open_dict(config):
         config.trainer.device = "cpu"
@@ -58,6 +60,22 @@ def _check_strategies(config: DictConfig) -> None:
             raise ValueError(f"{key} must be one of {STRATEGIES} with trainer.device=cpu, got {strategy}")
 
 
+def _check_weights_backend(config: DictConfig) -> None:
+    if not _has_own_rollouts(config):
+        return
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    if engine.backend != WEIGHTS_BACKEND and not engine.custom_backend_module:
+        raise ValueError(
+            "with trainer.device=cpu and trainer.v1.trainer_mode=separate_async weights go from process to process: "
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend must be {WEIGHTS_BACKEND}, got {engine.backend}"
+        )
+
+
+def _has_own_rollouts(config: DictConfig) -> bool:
+    """Whether rollout servers run beside the trainer's workers, in slots of their own."""
+    return config.trainer.use_v1 and OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async"
+
+
 def _describe_ray(config: DictConfig) -> None:
     """Tell every worker on every node its platform, and a Ray that is started here its logical slots."""
     ray_init = config.ray_kwargs.ray_init
@@ -68,10 +86,12 @@ def _describe_ray(config: DictConfig) -> None:
             "trainer.device=cpu: each node of the Ray cluster needs %d logical slots (ray start --num-gpus)", slots
         )
         return
+    if _has_own_rollouts(config):
+        slots += config.actor_rollout_ref.rollout.nnodes * config.actor_rollout_ref.rollout.n_gpus_per_node
     if ray_init.get("num_gpus") is None:
         ray_init.num_gpus = slots
     if ray_init.get("num_cpus") is None:
-        ray_init.num_cpus = _logical_cpus(config)
+        ray_init.num_cpus = _logical_cpus(config, slots)
     if ray_init.get("include_dashboard") is None:
         ray_init.include_dashboard = False
     logger.info(
@@ -88,10 +108,10 @@ def _joins_a_cluster(ray_init: DictConfig) -> bool:
     return canonicalize_bootstrap_address(ray_init.get("address"), ray_init.get("_temp_dir")) is not None
 
 
-def _logical_cpus(config: DictConfig) -> int:
+def _logical_cpus(config: DictConfig, slots: int) -> int:
     """What verl's actors reserve: three a slot, one a storage unit, one each for the task runner and its controller."""
     storage_units = OmegaConf.select(config, "transfer_queue.backend.SimpleStorage.num_data_storage_units", default=0)
-    return max(os.cpu_count() or 1, 3 * config.trainer.n_gpus_per_node + storage_units + 4)
+    return max(os.cpu_count() or 1, 3 * slots + storage_units + 4)
 
 
 def _choose_attention(config: DictConfig, role: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
-from zorro_verl.cpu_runtime.generation import Completion, PromptSharingGenerator, Request, Sampling
+from zorro_verl.cpu_runtime.generation import NOTHING, Completion, PromptSharingGenerator, Request, Sampling
 from zorro_verl.cpu_runtime.seeding import request_seed, rollout_seed
 from zorro_verl.cpu_runtime.weights import load_weights
 
@@ -54,10 +55,13 @@ class HFServer:
         self._generator = _build_generator(self._config, model_config)
         self._weights_version: int | None = None
         self._arrivals: Counter = Counter()
-        self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
+        self._waiting: list[_Waiting] = []  # in no batch yet
+        self._arrived = asyncio.Event()
+        self._generating = asyncio.Event()
+        self._generating.set()
+        self._rejecting = False
+        self._abort_batch = threading.Event()
         self._weights_lock = asyncio.Lock()
-        self._admitting = asyncio.Event()
-        self._admitting.set()
         self._batches: asyncio.Task | None = None
 
     async def generate(
@@ -70,9 +74,12 @@ class HFServer:
             raise ValueError(f"rollout.name=hf generates from text only, but request {request_id} brings {refused}")
         if self._batches is None:
             self._batches = asyncio.create_task(self._serve())
-        await self._admitting.wait()
         waiting = _Waiting(self._request(prompt_ids, sampling_params), asyncio.get_running_loop().create_future())
-        self._queue.put_nowait(waiting)
+        if self._rejecting:
+            waiting.succeed(self._output(NOTHING))
+        else:
+            self._waiting.append(waiting)
+            self._arrived.set()
         output: TokenOutput = await waiting.answer
         if not sampling_params.get("logprobs"):
             output.log_probs = None
@@ -91,15 +98,24 @@ class HFServer:
         return True
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Answer what waits with "aborted" and hold what comes until `resume_generation`; a running batch finishes."""
-        self._admitting.clear()
-        while not self._queue.empty():
-            self._queue.get_nowait().succeed(self._output(Completion([], []), "aborted"))
+        """Answer every request with what it has, as "aborted", and return when the running batch has come to its end.
+
+        verl's client asks again with these tokens behind the prompt, and puts the parts together. Requests that come
+        before `resume_generation` are held until then, or aborted at once with `reject_request`: the client then looks
+        for another server.
+        """
+        self._generating.clear()
+        self._rejecting = reject_request
+        self._abort_batch.set()
+        for waiting in self._waiting:
+            waiting.succeed(self._output(NOTHING))
+        self._waiting.clear()
         async with self._weights_lock:
             return
 
     async def resume_generation(self) -> None:
-        self._admitting.set()
+        self._rejecting = False
+        self._generating.set()
 
     # Weights and prompt states stay in the process, which has no memory to lend to a trainer on another device.
 
@@ -144,34 +160,50 @@ class HFServer:
 
     async def _serve(self) -> None:
         while True:
-            batch = [await self._queue.get()]
-            while len(batch) < self._config.max_num_seqs:
-                try:
-                    batch.append(await asyncio.wait_for(self._queue.get(), COLLECT_SECONDS))
-                except asyncio.TimeoutError:
-                    break
+            await self._arrived.wait()
+            await self._generating.wait()
+            await self._until_no_more_come()
             async with self._weights_lock:
-                await self._answer(batch)
+                batch = self._next_batch()
+                if batch:
+                    await self._answer(batch)
+
+    async def _until_no_more_come(self) -> None:
+        seen = 0
+        while seen < len(self._waiting) < self._config.max_num_seqs:
+            seen = len(self._waiting)
+            await asyncio.sleep(COLLECT_SECONDS)
+
+    def _next_batch(self) -> list[_Waiting]:
+        """What has collected; nothing after an abort."""
+        if not self._generating.is_set():
+            return []
+        size = self._config.max_num_seqs
+        batch, self._waiting = self._waiting[:size], self._waiting[size:]
+        if not self._waiting:
+            self._arrived.clear()
+        self._abort_batch.clear()
+        return batch
 
     async def _answer(self, batch: list[_Waiting]) -> None:
         requests = [waiting.request for waiting in batch]
         started = time.perf_counter()
         try:
             # In a thread, so that requests keep coming in meanwhile.
-            completions = await asyncio.to_thread(self._generator.generate, requests)
+            completions = await asyncio.to_thread(self._generator.generate, requests, self._abort_batch.is_set)
         except Exception as error:
             for waiting in batch:
                 waiting.fail(error)
             return
         logger.debug("%d requests in %.3f s", len(batch), time.perf_counter() - started)
         for waiting, completion in zip(batch, completions, strict=True):
-            waiting.succeed(self._output(completion, "completed"))
+            waiting.succeed(self._output(completion))
 
-    def _output(self, completion: Completion, stop_reason: str) -> TokenOutput:
+    def _output(self, completion: Completion) -> TokenOutput:
         return TokenOutput(
             token_ids=completion.token_ids,
             log_probs=completion.log_probs,
-            stop_reason=stop_reason,
+            stop_reason="completed" if completion.finished else "aborted",
             num_preempted=0,
             extra_fields={"global_steps": self._weights_version},
         )
