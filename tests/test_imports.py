@@ -74,6 +74,7 @@ MODULES: dict[str, set[str]] = {
     "placement": {"torch", "tensordict", "verl"},
     "trainer": {"torch", "tensordict", "verl"},
     "detach": {"torch", "verl"},
+    "nodes": set(),
     "plugin": set(),
     "verify_request": set(),
     "equivalence": {"torch", "transformers"},
@@ -92,6 +93,7 @@ RUNTIME_LIGHT = {"cpu_runtime", "cpu_runtime.hooks"}  # loaded with every `impor
 # Optional or heavy: imported inside the function that needs them.
 INSIDE_FUNCTIONS: dict[str, set[str]] = {
     "estimate": {"torch", "transformers"},
+    "nodes": {"ray"},
     "varlen": {"flash_attn"},
     "plugin": {"packaging", "torch", "verl"},
     "engine": {"verl"},

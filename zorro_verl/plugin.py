@@ -15,6 +15,7 @@ leaves callbacks for the moment when verl's own modules have been executed. What
 | `experimental.fully_async_policy.detach_utils.MetricsAggregator` | its trainer | the same between two weight updates |
 | `trainer.distillation.losses.compute_topk_loss` | workers | takes "zorro" for the "fsdp2" that it shards as |
 | `utils.device.auto_set_device` | driver | sees the config before Ray starts: early errors, `trainer.device=cpu` |
+| Ray's own `init` | driver | once, after it has connected: `zorro_verl.nodes` compares what the nodes have |
 
 With `trainer.device=cpu` or `VERL_PLATFORM=cpu`, and only then, `zorro_verl.cpu_runtime.hooks` adds its own.
 
@@ -242,6 +243,7 @@ def _looking_at_the_run(original: Callable) -> Callable:
             run_config = importlib.import_module("zorro_verl.verl_config")
             run_config.check_run(config)
             run_config.spread_options(config)
+            importlib.import_module("zorro_verl.nodes").check_once_connected()
         original(config)
 
     return auto_set_device

@@ -3,9 +3,7 @@
 import argparse
 import json
 import os
-import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +15,7 @@ import report  # noqa: E402
 import trainer_run  # noqa: E402
 import warm_start  # noqa: E402
 from run_log import Record, read_generations, samples_of_step, wait_for_dump  # noqa: E402
+from terminal import interrupt_once, make_clocked_print  # noqa: E402
 from trainer_process import RunFolder, TrainerFailed  # noqa: E402
 
 OK, NOT_LEARNED, FAILED, INTERRUPTED = 0, 1, 2, 130
@@ -139,27 +138,9 @@ def save_summary(
     path.write_text(json.dumps(summary, indent=1))
 
 
-def make_clocked_print() -> Callable[[str], None]:
-    started = time.monotonic()
-
-    def say(line: str) -> None:
-        minutes, seconds = divmod(int(time.monotonic() - started), 60)
-        print(f"[{minutes}:{seconds:02}] {line}", flush=True)
-
-    return say
-
-
-def interrupt_once(signum: int, frame: object) -> None:
-    """The first signal starts the cleaning up; a second one may not cut it short."""
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
     options = parse_arguments()
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, interrupt_once)
+    interrupt_once()
     os.environ.setdefault("MPLCONFIGDIR", str(options.out / "matplotlib"))
     try:
         sys.exit(main(options))

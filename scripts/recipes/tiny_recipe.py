@@ -28,7 +28,7 @@ import trainer_process  # noqa: E402
 from run_log import Record  # noqa: E402
 
 SAMPLES = {"gsm8k": samples.write_gsm8k, "text_to_sql": samples.write_bird, "long_context_qa": samples.write_docqa}
-PROMPT_TOKENS, RESPONSE_TOKENS = 2048, 16
+PROMPT_TOKENS, RESPONSE_TOKENS = 4096, 16
 PROMPTS = 4  # of an optimizer step
 HEADS = 4
 
