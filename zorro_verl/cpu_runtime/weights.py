@@ -1,4 +1,4 @@
-"""The actor's weights into the rollout model: by name, complete, and with tied tensors checked."""
+"""The actor's weights into the rollout model: by name, complete, experts stacked, and with tied tensors checked."""
 
 from collections.abc import Mapping
 
@@ -10,6 +10,7 @@ from torch import nn
 def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy `weights` into `model`. A tensor that is missing, unknown, or at odds with its tied twin is a ValueError."""
     own = model.state_dict(keep_vars=True)
+    weights = stack_experts(weights, own)
     unknown = sorted(set(weights) - set(own))
     if unknown:
         raise ValueError(
@@ -31,3 +32,21 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         raise ValueError(
             f"the actor sends no weights for {len(missing)} tensors of the rollout model, {missing[0]} first"
         )
+
+
+def stack_experts(weights: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Put the matrices of single experts together, where the model holds those of a layer as one tensor.
+
+    verl sends ``experts.3.gate_proj.weight`` and its like, as vLLM reads them. transformers' models have
+    ``experts.gate_up_proj`` (experts, 2 x inner, hidden) and ``experts.down_proj`` (experts, hidden, inner).
+    """
+    stacked = dict(weights)
+    for name, target in own.items():
+        base, _, kind = name.rpartition(".")
+        if not base.endswith(".experts") or name in stacked:
+            continue
+        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        parts = [[f"{base}.{expert}.{each}.weight" for each in kinds] for expert in range(len(target))]
+        if all(part in stacked for expert in parts for part in expert):
+            stacked[name] = torch.stack([torch.cat([stacked.pop(part) for part in expert]) for expert in parts])
+    return stacked
