@@ -53,7 +53,7 @@ actor=(
     # fused kernels in fsdp2.
     actor_rollout_ref.model.use_fused_kernels=True
     # Layers keep their input only and are computed again in the backward: a third more work, 4 GiB instead of 63. False
-    # is faster where memory allows it: 32 GiB with a budget of 16384.
+    # is faster where memory allows it: 32 GiB with a budget of 16384 (estimates).
     actor_rollout_ref.model.enable_gradient_checkpointing=True
     # Usual for full fine-tuning with GRPO; constant, as veRL's default schedule is.
     actor_rollout_ref.actor.optim.lr=1e-6
@@ -79,7 +79,7 @@ actor=(
     actor_rollout_ref.actor.entropy_coeff=0
     # Weights and optimizer stay on the GPU during rollouts. True frees 2.4 GB of it then ...
     actor_rollout_ref.actor.fsdp_config.param_offload=False
-    # ... and this 4.8 GB, for seconds of copying in each step.
+    # ... and this 4.8 GB, for copying in each step.
     actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
 )
 
@@ -101,7 +101,7 @@ rollout=(
     actor_rollout_ref.rollout.max_num_batched_tokens=16384
     # Rows sampled at once. The cache holds 260 of the longest, and twice as many usual ones.
     actor_rollout_ref.rollout.max_num_seqs=512
-    # CUDA graphs: decoding a small model is bound by launches without them. True saves their memory, 1-2 GB.
+    # CUDA graphs: decoding a small model is bound by launches without them. True saves their memory.
     actor_rollout_ref.rollout.enforce_eager=False
     # vLLM gives its memory back while the actor trains.
     actor_rollout_ref.rollout.free_cache_engine=True

@@ -90,7 +90,7 @@ actor=(
     actor_rollout_ref.actor.kl_loss_type=low_var_kl
     # No bonus for entropy: sampling at temperature 1 explores enough.
     actor_rollout_ref.actor.entropy_coeff=0
-    # Weights and optimizer lie in host memory during rollouts, 183 GB on each node, for seconds of copying in each
+    # Weights and optimizer lie in host memory during rollouts, 183 GB on each node, for copying in each
     # step: else 23 GB of each GPU would be missing beside vLLM's 48. This is for the weights ...
     actor_rollout_ref.actor.fsdp_config.param_offload=True
     # ... and this for the optimizer.
@@ -115,7 +115,7 @@ rollout=(
     actor_rollout_ref.rollout.max_num_batched_tokens=16384
     # Rows sampled at once: each of the 4 servers has 512 in a step.
     actor_rollout_ref.rollout.max_num_seqs=512
-    # CUDA graphs make decoding faster. True saves their memory, 1-2 GB.
+    # CUDA graphs make decoding faster. True saves their memory.
     actor_rollout_ref.rollout.enforce_eager=False
     # vLLM gives its memory back while the actor trains.
     actor_rollout_ref.rollout.free_cache_engine=True

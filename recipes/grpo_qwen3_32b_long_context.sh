@@ -102,7 +102,7 @@ actor=(
     actor_rollout_ref.actor.entropy_coeff=0
     # Weights and optimizer stay on the GPU during rollouts. True frees 4.1 GB of each GPU then ...
     actor_rollout_ref.actor.fsdp_config.param_offload=False
-    # ... and this 8.2 GB, for seconds of copying in each step.
+    # ... and this 8.2 GB, for copying in each step.
     actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
 )
 
@@ -124,7 +124,7 @@ rollout=(
     actor_rollout_ref.rollout.max_num_batched_tokens=16384
     # Rows sampled at once: each of the 8 servers has 256 in a step.
     actor_rollout_ref.rollout.max_num_seqs=256
-    # CUDA graphs make decoding faster. True saves their memory, 1-2 GB.
+    # CUDA graphs make decoding faster. True saves their memory.
     actor_rollout_ref.rollout.enforce_eager=False
     # vLLM gives its memory back while the actor trains.
     actor_rollout_ref.rollout.free_cache_engine=True
@@ -136,7 +136,7 @@ trainer=(
     # All GPUs are the actor's, the reference's and the rollout's, in turns.
     trainer.nnodes="$NNODES"
     trainer.n_gpus_per_node="$GPUS_PER_NODE"
-    # Passes over the training file, 5 steps each: it has about 1500 prompts of at most 16384 tokens.
+    # Passes over the training file, at most 5 steps each: of its 1591 prompts some are longer, some for validation.
     trainer.total_epochs=20
     # What loggers call the run.
     trainer.project_name=docqa

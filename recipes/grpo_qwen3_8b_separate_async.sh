@@ -2,14 +2,21 @@
 # GRPO of Qwen3-8B on text-to-SQL, training and sampling at the same time: 8 GPUs each, of 80 GB, on two nodes.
 #
 #   python3 recipes/data/text_to_sql.py --source bird --out data/bird    # once; the script says where `bird` is from
-#   recipes/grpo_qwen3_8b_separate_async.sh                              # prompts shared; Ray runs on both nodes
+#   ray start --head --port=6379                                         # on the first node
+#   ray start --address=<its address>:6379                # on the other; recipes/cluster/start_ray.sh does both
+#   recipes/grpo_qwen3_8b_separate_async.sh                              # prompts shared; once, on the head
 #   STRATEGY=fsdp2 recipes/grpo_qwen3_8b_separate_async.sh               # veRL's own engine, to compare with
 #
 # One node with 8 GPUs, four each:
 #
-#   GPUS_PER_NODE=4 recipes/grpo_qwen3_8b_separate_async.sh actor_rollout_ref.rollout.n_gpus_per_node=4
+#   GPUS_PER_NODE=4 recipes/grpo_qwen3_8b_separate_async.sh actor_rollout_ref.rollout.n_gpus_per_node=4 \
+#       actor_rollout_ref.actor.fsdp_config.optimizer_offload=True       # each GPU has twice the shard of 8
 #
-# NNODES and GPUS_PER_NODE are the trainer's. veRL's nccl backend needs CuPy beside it (cupy-cuda12x). What differs from
+# With Slurm, whose nodes are trainer's and rollout's together:
+#
+#   sbatch --nodes=2 recipes/cluster/slurm.sh recipes/grpo_qwen3_8b_separate_async.sh trainer.nnodes=1
+#
+# NNODES and GPUS_PER_NODE are the trainer's. veRL's nccl backend needs CuPy (`pip install 'verl[cupy-cu130]'`). What differs from
 # grpo_qwen3_8b_text_to_sql.sh stands here; variables and arguments are the same.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -62,8 +62,8 @@ actor=(
     actor_rollout_ref.model.path="$MODEL"
     # Rows are packed without padding. zorro does so in any case; fsdp2 does it with this.
     actor_rollout_ref.model.use_remove_padding=True
-    # No logits are kept, which would take 36 GiB for the budget below: logits_optimization=memory in zorro, veRL's
-    # fused kernels in fsdp2.
+    # No logits are kept, which would take 24 GiB more for the budget below (estimate): logits_optimization=memory in
+    # zorro, veRL's fused kernels in fsdp2.
     actor_rollout_ref.model.use_fused_kernels=True
     # Layers keep their input only and are computed again in the backward. Without, a group does not fit.
     actor_rollout_ref.model.enable_gradient_checkpointing=True
@@ -95,7 +95,7 @@ actor=(
     actor_rollout_ref.actor.entropy_coeff=0
     # Weights and optimizer stay on the GPU during rollouts. True frees 4.1 GB of each GPU then ...
     actor_rollout_ref.actor.fsdp_config.param_offload=False
-    # ... and this 8.2 GB, for seconds of copying in each step.
+    # ... and this 8.2 GB, for copying in each step.
     actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
 )
 
@@ -117,7 +117,7 @@ rollout=(
     actor_rollout_ref.rollout.max_num_batched_tokens=16384
     # Rows sampled at once; the cache, which holds a group's prompt once, bounds them for long prompts.
     actor_rollout_ref.rollout.max_num_seqs=256
-    # CUDA graphs make decoding faster. True saves their memory, 1-2 GB.
+    # CUDA graphs make decoding faster. True saves their memory.
     actor_rollout_ref.rollout.enforce_eager=False
     # vLLM gives its memory back while the actor trains.
     actor_rollout_ref.rollout.free_cache_engine=True
@@ -127,7 +127,7 @@ trainer=(
     # All GPUs are the actor's, the reference's and the rollout's, in turns.
     trainer.nnodes="$NNODES"
     trainer.n_gpus_per_node="$GPUS_PER_NODE"
-    # Passes over the training file, 36 steps each.
+    # Passes over the training file, at most 36 steps each.
     trainer.total_epochs=10
     # What loggers call the run.
     trainer.project_name=bird

@@ -37,11 +37,11 @@ critic=(
     critic.ppo_max_token_len_per_gpu='${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}'
     # Weights and optimizer stay on the GPU while others work there. True frees 2.4 GB of it then ...
     critic.fsdp.param_offload=False
-    # ... and this 4.8 GB, for seconds of copying in each step.
+    # ... and this 4.8 GB, for copying in each step.
     critic.fsdp.optimizer_offload=False
     # The critic learns alone before this step, until its values are better than none.
     trainer.critic_warmup=5
-    # Older checkpoints of it are removed, as the actor's.
+    # Older checkpoints of it are removed, as the actor's. Each has 7 GB.
     trainer.max_critic_ckpt_to_keep=2
 )
 

@@ -31,7 +31,7 @@ critic=(
     # As the actor's; the two may differ.
     critic.strategy='${actor_rollout_ref.actor.strategy}'
     # A quarter of the actor's work, and enough to tell good answers from bad. With gradients and optimizer 16 bytes a
-    # parameter, over 32 GPUs: 4.1 GB on each.
+    # parameter, over 32 GPUs: 3.8 GB on each.
     critic.model.path="$CRITIC_MODEL"
     # Layers keep their input only, as the actor's.
     critic.model.enable_gradient_checkpointing=True
@@ -43,13 +43,13 @@ critic=(
     ++critic.ppo_infer_max_token_len_per_gpu='${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}'
     # The same for updates of veRL's legacy trainer (trainer.use_v1=False), which reads this one.
     critic.ppo_max_token_len_per_gpu='${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}'
-    # Weights and optimizer stay on the GPU while others work there. True frees 1.0 GB of each GPU then ...
+    # Weights and optimizer stay on the GPU while others work there. True frees 0.9 GB of each GPU then ...
     critic.fsdp.param_offload=False
-    # ... and this 2.1 GB, for seconds of copying in each step.
+    # ... and this 1.9 GB, for copying in each step.
     critic.fsdp.optimizer_offload=False
     # The critic learns alone before this step, until its values are better than none.
     trainer.critic_warmup=5
-    # Older checkpoints of it are removed, as the actor's.
+    # Older checkpoints of it are removed, as the actor's. Each has 91 GB.
     trainer.max_critic_ckpt_to_keep=2
 )
 

@@ -25,7 +25,7 @@ algorithm=(
 critic=(
     # As the actor's; the two may differ.
     critic.strategy='${actor_rollout_ref.actor.strategy}'
-    # The same model with a fresh head of one value: 16 bytes a parameter, over 8 GPUs 16.4 GB more on each.
+    # The same model with a fresh head of one value: 16 bytes a parameter, over 8 GPUs 15.1 GB more on each.
     critic.model.path='${actor_rollout_ref.model.path}'
     # Layers keep their input only, as the actor's.
     critic.model.enable_gradient_checkpointing=True
@@ -37,14 +37,14 @@ critic=(
     ++critic.ppo_infer_max_token_len_per_gpu='${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}'
     # The same for updates of veRL's legacy trainer (trainer.use_v1=False), which reads this one.
     critic.ppo_max_token_len_per_gpu='${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}'
-    # Its weights and optimizer lie in host memory while others work: 98 GB on the node, for seconds of copying in each
-    # step. Else vLLM would have 12 GB less of each GPU. This is for the weights ...
+    # Its weights and optimizer lie in host memory while others work: 91 GB on the node, for copying in each
+    # step. Else vLLM would have 11 GB less of each GPU. This is for the weights ...
     critic.fsdp.param_offload=True
     # ... and this for the optimizer.
     critic.fsdp.optimizer_offload=True
     # The critic learns alone before this step, until its values are better than none.
     trainer.critic_warmup=5
-    # Older checkpoints of it are removed, as the actor's.
+    # Older checkpoints of it are removed, as the actor's. Each has 91 GB.
     trainer.max_critic_ckpt_to_keep=2
 )
 

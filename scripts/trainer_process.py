@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 from run_log import MetricsFile, Record, last_error
 
-RUN_MARK = "ZORRO_DEMO_RUN"
+RUN_MARK = "ZORRO_RUN"
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,11 @@ def end(process: subprocess.Popen, mark: str) -> None:
             process.wait()
     leftover = processes_marked(mark)
     for each in leftover:
-        each.terminate()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            each.terminate()
     for each in psutil.wait_procs(leftover, timeout=5)[1]:
-        each.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
 
 
 def processes_marked(mark: str) -> list[psutil.Process]:

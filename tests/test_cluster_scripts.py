@@ -10,9 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import recipe as recipes
 import yaml
+from cluster import free_port
 from trainer_process import RUN_MARK, processes_marked, temporary_ray_folder
 
 CLUSTER = Path(__file__).parents[1] / "recipes" / "cluster"
@@ -197,12 +199,12 @@ def test_kubernetes_and_slurm_agree_with_the_recipe():
 @pytest.mark.timeout(300)
 def test_a_head_and_a_worker_find_each_other_and_end_with_the_script():
     """On two addresses of loopback, with a token of their own."""
-    mark, secret = f"test-{os.getpid()}", "0" * 64
+    mark, secret, port = f"test-{os.getpid()}", "0" * 64, free_port()
     with temporary_ray_folder() as folder:
         variables = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "VERL_"))}
         variables |= {
             "PYTHON": sys.executable,
-            "PORT": "26379",
+            "PORT": str(port),
             "RAY_AUTH_TOKEN": secret,
             "INTERFACE": "lo",
             RUN_MARK: mark,
@@ -236,7 +238,7 @@ def test_a_head_and_a_worker_find_each_other_and_end_with_the_script():
             assert {HEAD, WORKER} <= set(output.split())
             code, output = waited(3, 1)
             assert code == 1
-            assert f"expected 3 Ray nodes at {HEAD}:26379 within 1 s, got {HEAD}" in output.replace(WORKER, HEAD)
+            assert f"expected 3 Ray nodes at {HEAD}:{port} within 1 s, got {HEAD}" in output.replace(WORKER, HEAD)
             environment = next(p.environ() for p in processes_marked(mark) if p.name() == "raylet")
             assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
             for process in (worker, head):
@@ -245,7 +247,8 @@ def test_a_head_and_a_worker_find_each_other_and_end_with_the_script():
             wait_until(lambda: not processes_marked(mark), 30)
         finally:
             for process in processes_marked(mark):
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                    process.kill()
 
 
 def test_a_machine_without_gpus_is_told_what_to_set(tmp_path):

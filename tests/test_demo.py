@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import run_log
 import torch
@@ -347,6 +348,15 @@ def test_the_end_of_a_run_takes_every_process_with_it(tmp_path):
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_a_process_that_ends_meanwhile_is_no_error(monkeypatch):
+    """Ray's workers do, once their raylet is gone."""
+    ended = subprocess.Popen(["true"])
+    gone = psutil.Process(ended.pid)
+    ended.wait()
+    monkeypatch.setattr(trainer_process, "processes_marked", lambda mark: [gone])
+    trainer_process.end(ended, "any")
 
 
 def test_no_other_ray_cluster_is_joined(tmp_path, monkeypatch):

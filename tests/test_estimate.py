@@ -39,6 +39,9 @@ def test_parameters_of_known_models(model_type):
     assert size.total / 1e9 == pytest.approx(billions, abs=0.05)
     assert size.total == size.layer * sizes["num_hidden_layers"] + size.outside
     assert size.outside == 2 * 151936 * sizes["hidden_size"] + sizes["hidden_size"]
+    critic = ModelSize.of(config, head_features=1)
+    assert critic.outside == (151936 + 1 + 1) * sizes["hidden_size"]
+    assert critic.layer == size.layer
 
 
 def test_tied_weights_count_once():

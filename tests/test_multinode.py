@@ -1,5 +1,6 @@
 """`make demo-multinode`: two Ray nodes, one killed in the middle of a step, and the same command again."""
 
+import contextlib
 import json
 import os
 import signal
@@ -60,7 +61,8 @@ def start(tmp_path):
     yield start
     for demo in demos:
         for process in demo.left():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                process.kill()
 
 
 @pytest.mark.ray

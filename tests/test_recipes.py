@@ -221,6 +221,7 @@ def test_many_nodes_are_said_at_the_top(recipe):
     own, head = settings(recipe), recipe.read_text().partition("\nset -euo")[0]
     many = own["trainer.nnodes"] != "1"
     assert (own.get("ray_kwargs.ray_init.address") == "auto") == many
+    many = many or "actor_rollout_ref.rollout.nnodes" in own  # a rollout of its own
     for line in ("ray start --head", "ray start --address=", "recipes/cluster/start_ray.sh", "on the head"):
         assert (line in head) == many, line
 

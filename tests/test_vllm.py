@@ -1,9 +1,11 @@
 """veRL's trainer with real vLLM as its rollout, on a CPU, in the environment that `make setup-vllm` makes."""
 
+import contextlib
 import time
 import types
 import uuid
 
+import psutil
 import pytest
 import tomllib
 from tiny import tiny_model
@@ -53,7 +55,8 @@ def mark():
     mark = uuid.uuid4().hex
     yield mark
     for process in processes_marked(mark):
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            process.kill()
 
 
 def fail_with_vllm(session, output):

@@ -89,15 +89,23 @@ class ModelSize(NamedTuple):
     outside: int  # of embedding, head and final norm
 
     @classmethod
-    def of(cls, config: Any) -> ModelSize:
-        """Those of the language model that a Hugging Face config describes; nothing is allocated."""
+    def of(cls, config: Any, head_features: int | None = None) -> ModelSize:
+        """Those of the model that a Hugging Face config describes; nothing is allocated.
+
+        Args:
+            config: of a language model.
+            head_features: of another head, as for `pass_seconds`; 1 for a critic.
+        """
         import torch
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
-        total = sum(p.numel() for p in model.parameters())
+        if head_features is None:
+            total = sum(p.numel() for p in model.parameters())
+        else:
+            total = sum(p.numel() for p in model.model.parameters()) + head_features * config.hidden_size
         return cls(total, max(layers), total - sum(layers))
 
 

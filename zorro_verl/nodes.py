@@ -34,8 +34,8 @@ def _checking(connect: Callable) -> Callable:
     def init(*args, **kwargs):
         import ray
 
-        ray.init = connect  # this run's, and no other's
         context = connect(*args, **kwargs)
+        ray.init = connect  # this run's, and no other's
         check_nodes()
         return context
 
@@ -50,6 +50,7 @@ def check_nodes() -> None:
 
     Raises:
         ValueError: a node's zorro-verl is missing, can't be loaded, or has another version than this process's.
+        ray.exceptions.RayError: a node was lost while it was asked.
     """
     import ray
 

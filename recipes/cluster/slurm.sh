@@ -3,7 +3,7 @@
 #
 #   DATA=/shared/docqa OUT=/shared/grpo_32b sbatch recipes/cluster/slurm.sh recipes/grpo_qwen3_32b_long_context.sh
 #
-# Arguments behind the recipe are handed to it. The job ends with the recipe's exit code. Submitted again, it goes on
+# Another number of nodes: sbatch --nodes=2 ...; it is the recipe's NNODES, too. Arguments behind the recipe are handed to it. The job ends with the recipe's exit code. Submitted again, it goes on
 # from the last checkpoint in OUT (`trainer.resume_mode=auto`). Submit it from the folder that has `recipes`, which all
 # nodes must see, as they must MODEL, DATA and OUT: docs/multi-node.md. Site-specific lines, such as modules, containers
 # and partitions, belong into a copy.
@@ -47,13 +47,14 @@ end_ray() {
 trap end_ray EXIT
 trap 'exit 143' TERM # a cancelled job, or one out of time
 
-# --overlap: steps share the node's cores and GPUs with each other. --block: Slurm ends what a step leaves behind.
-srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" "$start_ray" head --block &
+# --overlap: steps share the node's cores and GPUs with each other. --cpu-bind=none: they get all cores, also where a site
+# binds each task to one. --block: Slurm ends what a step leaves behind.
+srun --overlap --cpu-bind=none --nodes=1 --ntasks=1 --nodelist="$head" "$start_ray" head --block &
 steps+=($!)
 NNODES=1 "$start_ray" wait "$head"
 if [[ $NNODES -gt 1 ]]; then
     others=$((NNODES - 1))
-    srun --overlap --nodes="$others" --ntasks="$others" --exclude="$head" "$start_ray" worker "$head" --block &
+    srun --overlap --cpu-bind=none --nodes="$others" --ntasks="$others" --exclude="$head" "$start_ray" worker "$head" --block &
     steps+=($!)
 fi
 "$start_ray" wait "$head"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,12 @@ OBJECT_STORE = 256 * 2**20  # bytes
 
 class NodeFailed(RuntimeError):
     """A node could not be started."""
+
+
+def free_port() -> int:
+    """A port that nothing listens at now."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Node:
     python: Path
     variables: Mapping[str, str]
     folder: Path
-    port: int = field(default_factory=lambda: _free_port())
+    port: int = field(default_factory=free_port)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -93,7 +99,8 @@ class Node:
         killed = 0
         while alive := self.processes():  # a raylet may have started one more meanwhile
             for process in alive:
-                process.kill()
+                with suppress(psutil.NoSuchProcess):  # it ended with its raylet
+                    process.kill()
             killed += len(alive)
             psutil.wait_procs(alive, timeout=10)
         return killed
@@ -101,11 +108,6 @@ class Node:
     def ranks(self) -> list[int]:
         """Of the trainer's workers that are here now."""
         return sorted(rank for process in self.processes() if (rank := _rank(process)) is not None)
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
 
 
 def _rank(process: psutil.Process) -> int | None:
@@ -146,5 +148,7 @@ def two_nodes(
             second.start()
             yield head, second
         finally:
-            second.kill()
-            head.kill()
+            try:
+                second.kill()
+            finally:
+                head.kill()

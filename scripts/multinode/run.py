@@ -213,7 +213,8 @@ def train(form: TinyForm, nodes: Nodes, name: str, say: Say, kill_after: int | N
         finally:
             trainer_process.end(process, mark)
     run.exit_code = process.returncode
-    if (run.exit_code != 0) != (kill_after is not None):
+    killed = run.killed_processes > 0
+    if (run.exit_code != 0) != killed or killed != (kill_after is not None):
         raise DemoFailed(f"the recipe ended with exit code {run.exit_code}; {run.folder.log} ends with:\n\n{run.error}")
     return run
 

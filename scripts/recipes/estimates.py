@@ -116,7 +116,7 @@ def estimate(recipe: Path) -> Estimate:
         stock, shared = (
             total + forwards * s.forward + s.update for total, s in zip((stock, shared), seconds, strict=True)
         )
-        shards = shard_memory(ModelSize.of(model), gpus)
+        shards = shard_memory(ModelSize.of(model, options.get("head_features")), gpus)
         tokens = role.budget * role.sequence_parallel
         responses = round(tokens * batch.rollouts * batch.response_tokens / batch.group_tokens)
         scored = {"checkpointing": True, "logits_optimization": "memory"}

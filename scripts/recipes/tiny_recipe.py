@@ -26,6 +26,7 @@ import tiny_tokenizer  # noqa: E402
 import torch  # noqa: E402
 import trainer_process  # noqa: E402
 from run_log import Record  # noqa: E402
+from terminal import interrupt_once  # noqa: E402
 
 SAMPLES = {"gsm8k": samples.write_gsm8k, "text_to_sql": samples.write_bird, "long_context_qa": samples.write_docqa}
 PROMPT_TOKENS, RESPONSE_TOKENS = 4096, 16
@@ -214,7 +215,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     form = TinyForm(
         options.recipe.resolve(), (options.out / options.recipe.stem).resolve(), options.strategy, options.steps
     )
-    form.prepare()
+    try:
+        form.prepare()
+    except subprocess.CalledProcessError as error:
+        print(f"the preparation that {form.recipe.name} names ended with exit code {error.returncode}", file=sys.stderr)
+        return 1
     print(f"{form.recipe.name} with strategy={form.strategy} on a CPU; its output is in {form.run_folder.log}")
     try:
         form.run(lambda record: print(progress_line(record, form.steps), flush=True), *options.others)
@@ -225,4 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    interrupt_once()
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("\ninterrupted; all processes have been ended", file=sys.stderr)
+        sys.exit(130)
