@@ -102,6 +102,17 @@ def test_shards_of_an_8b_model_on_eight_gpus():
     """16 bytes a parameter over all GPUs, and on each what is gathered."""
     memory = shard_memory(ModelSize(total=8_000, layer=200, outside=1_000), 8)
     assert memory == (4_000, 4_000, 8_000, 1_000 * 4 + 200 * 10)
+    assert shard_memory(ModelSize(total=8_001, layer=200, outside=1_000), 8).weights == 4_004, "the largest shard"
+
+
+def test_sizes_take_no_memory_and_the_largest_layer():
+    """A model of hundreds of gigabytes, whose first layer is dense and smaller than those with experts."""
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=16384, num_hidden_layers=4, num_experts=512, mlp_only_layers=[0], vocab_size=1000
+    )
+    size = ModelSize.of(config)
+    assert size.total > 4e10
+    assert size.layer * 3 < size.total < size.layer * 3.1
 
 
 @pytest.mark.parametrize(

@@ -135,3 +135,11 @@ def test_counts_of_a_fully_asynchronous_step_are_added():
     stock = MetricsAggregator(total_gpus=2)
     stock.add_step_metrics({"actor/loss": 5.0}, sample_count=8)
     assert stock.get_aggregated_metrics() == {"actor/loss": 5.0}
+
+
+def test_ratios_that_some_updates_lack_and_utilisations_stay_averages():
+    from zorro_verl.update_counts import total_counts
+
+    values = {"zorro/tokens_total": [90.0, 20.0], "zorro/token_ratio": [3.0, 1.0], "zorro/mfu_executed": [0.4, 0.2]}
+    lacking = {"zorro/ref/token_ratio": [2.0], "zorro/token_ratio_best": [2.0]}
+    assert total_counts(values | lacking) == {"zorro/tokens_total": 110.0, "zorro/token_ratio": 110.0 / 50.0}

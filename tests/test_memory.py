@@ -171,6 +171,16 @@ def test_by_hand():
     assert saved.peak == 3 * 10 * 8 * 2 + 10 * (layer + gradients)
 
 
+def test_experts_by_hand():
+    """The same where each token takes two of five experts."""
+    sizes = {"hidden_size": 8, "moe_intermediate_size": 6, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes |= {"head_dim": 4, "num_experts": 5, "num_experts_per_tok": 2}
+    config = SimpleNamespace(model_type="qwen3_moe", num_key_value_heads=1, vocab_size=50, **sizes)
+    layer = 2 * 8 * 8 + (8 + 4) * 8 + (8 + 4) * 2 + 4 * 2 + 2 * ((2 * 8 + 4 * 6) * 2 + 32) + 8 * 5
+    plain = activation_memory(config, 10, 4, checkpointing=False)
+    assert plain[:2] == (3 * 10 * layer, 10 * 2 * 2 * 8 * 2)
+
+
 def test_sequence_parallelism_divides_what_is_spread():
     """But every device gathers the last hidden states, to score its share of the responses."""
     one = activation_memory(config_8b(), 32768, 16384, checkpointing=True)
@@ -218,6 +228,10 @@ def test_the_budget_of_sliced_rows_is_per_device(logits_optimization):
         (
             {"config": SimpleNamespace(model_type="qwen3_moe", **EXPERTS | {"mlp_only_layers": [1]})},
             r"config: expected experts in every layer, got mlp_only_layers=\[1\] and decoder_sparse_step=1",
+        ),
+        (
+            {"config": SimpleNamespace(model_type="qwen3_moe", **EXPERTS | {"decoder_sparse_step": 2})},
+            r"config: expected experts in every layer, got mlp_only_layers=\[\] and decoder_sparse_step=2",
         ),
         ({"dtype": "float8"}, "dtype: expected one of float32, bfloat16, float16, got 'float8'"),
         ({"logits_optimization": "best"}, "logits_optimization: expected one of .*, got 'best'"),

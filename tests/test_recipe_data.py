@@ -421,6 +421,23 @@ def test_a_full_disk_leaves_the_files_that_were_there(script, own_samples, tmp_p
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+@pytest.mark.parametrize("inside", [".", "prepared"])
+def test_an_out_in_the_source_is_one_line(inside, script, own_samples, tokenizer, capsys):
+    """It would replace the data set's files, or the next call would read what this one writes."""
+    source = own_samples("long_context_qa")
+    before = {path: path.read_bytes() for path in source.iterdir()}
+    arguments = ["--source", str(source), "--out", str(source / inside), "--tokenizer", tokenizer]
+    assert script("long_context_qa").main(arguments) == 1
+    assert f"--out {source / inside} is in --source {source}" in error_line(capsys)
+    assert {path: path.read_bytes() for path in source.iterdir()} == before
+
+
+def test_an_empty_tokenizer_is_one_line(script, samples, tmp_path, capsys):
+    arguments = ["--source", str(samples / "gsm8k"), "--out", str(tmp_path / "out"), "--tokenizer", ""]
+    assert script("gsm8k").main(arguments) == 1
+    assert "--tokenizer has no tokenizer with a chat template" in error_line(capsys)
+
+
 def test_an_out_that_is_a_file_is_one_line(script, samples, tmp_path, capsys):
     (tmp_path / "out").write_text("mine")
     assert script("gsm8k").main(["--source", str(samples / "gsm8k"), "--out", str(tmp_path / "out")]) == 1
@@ -559,11 +576,22 @@ NAME = 'Therefore, the answer is "The Old Mill".'
         (CHOICE, "(B)", 0.0),
         (CHOICE, "<think>The correct answer is (B)</think>I don't know.", 0.0),
         ("B", "The correct answer is (B) in Rome", 1.0),
+        ("The correct answer is (E)", "The correct answer is (F)", 0.0),
         ("B", "The correct answer is (C)", 0.0),
         (WHOLE, "Therefore, the answer is 1234.", 1.0),
         (WHOLE, "the answer is $1,234.00 in all", 1.0),
         (WHOLE, "the answer is 1235", 0.0),
         (WHOLE, "the answer is -1234", 0.0),
+        ("Therefore, the answer is -1234.", "the answer is \N{MINUS SIGN}1234", 1.0),
+        ("Therefore, the answer is -12.5.", "the answer is -12.51", 1.0),
+        (WHOLE, "THE ANSWER IS 1234", 1.0),
+        (WHOLE, "the answer is 1234\nas 5 and 6 show", 1.0),
+        (WHOLE, "the answer is 1.234e3", 1.0),
+        (WHOLE, "the answer is 1234, which that answer isn't", 1.0),
+        (WHOLE, "the answer is 1234 and every other answer isolated", 1.0),
+        (WHOLE, "the answer is\r\n1234", 1.0),
+        ("Therefore, the answer is 1,200 pens.", "the answer is 1200 pens", 1.0),
+        ("Therefore, the answer is ???", "the answer is !!!", 0.0),
         (WHOLE, "the answer is 1234 or 1235", 0.0),
         (WHOLE, "the answer is twelve", 0.0),
         (FRACTION, "the answer is 6.45%", 1.0),
@@ -620,14 +648,28 @@ def test_example_values_come_from_the_database(script, own_samples, tmp_path):
     source = own_samples("text_to_sql")
     name = 'odd "name" here'
     with sqlite3.connect(source / "train" / "train_databases" / "shop_0" / "shop_0.sqlite") as connection:
-        connection.execute(f'CREATE TABLE odd ("{name.replace(chr(34), chr(34) * 2)}" TEXT, [empty] TEXT)')
-        connection.executemany("INSERT INTO odd VALUES (?, NULL)", [("a",), ("b",), ("a",), ("c",), (None,)])
+        connection.execute(
+            f'CREATE TABLE odd ("{name.replace(chr(34), chr(34) * 2)}" TEXT, [empty] TEXT, picture BLOB, tale TEXT)'
+        )
+        connection.executemany(
+            "INSERT INTO odd VALUES (?, NULL, x'ff00', NULL)", [("a",), ("b",), ("a",), ("c",), (None,)]
+        )
+        connection.execute("UPDATE odd SET tale = CAST(x'ff' AS TEXT) || ?", ["x" * 100])
     connection.close()
     arguments = ["--source", str(source), "--out", str(tmp_path / "out"), "--example-values", "2"]
     assert script("text_to_sql").main(arguments) == 0
     content = rows_of(tmp_path / "out")[0]["prompt"][0]["content"]
-    assert f"[empty] TEXT);\n-- {name}: 'a', 'b'\n\n" in content  # none of the column that has none
+    # None of the columns that have none or bytes, and no more than 40 characters.
+    tale = "'\N{REPLACEMENT CHARACTER}" + "x" * 38 + "..."
+    assert f"tale TEXT);\n-- {name}: 'a', 'b'\n-- tale: {tale}\n\n" in content
     assert re.search(r"-- price: [\d.]+, [\d.]+\n", content)
+
+
+def test_evidence_that_is_null_is_none(script, own_samples, tmp_path):
+    source = own_samples("text_to_sql")
+    edit_json("train/train.json", lambda row: row | {"evidence": None})(source)
+    assert script("text_to_sql").main(["--source", str(source), "--out", str(tmp_path / "out")]) == 0
+    assert ");\n\nHow many cheap" in rows_of(tmp_path / "out")[1]["prompt"][0]["content"]
 
 
 def test_without_dev_whole_databases_are_for_validation(script, own_samples, tmp_path, capsys):
@@ -652,11 +694,12 @@ def test_without_dev_whole_databases_are_for_validation(script, own_samples, tmp
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT MAX(i) FROM n"
 
 
+@pytest.mark.timeout(60, method="thread")  # a signal would wait for SQLite to return
 def test_a_question_whose_own_query_cannot_be_scored_is_left_out(script, own_samples, tmp_path, capsys, monkeypatch):
     source = own_samples("text_to_sql")
     path = source / "train" / "train.json"
     questions = json.loads(path.read_text())
-    broken = ["SELECT nothing FROM nowhere", "DELETE FROM shop", "SELECT 1; SELECT 2", ENDLESS]
+    broken = ["SELECT nothing FROM nowhere", "DELETE FROM shop", "SELECT 1; SELECT 2", "", ENDLESS, "SELECT 1 WHERE 0"]
     for question, query in zip(questions, broken, strict=False):
         question["SQL"] = query
     path.write_text(json.dumps(questions))
@@ -665,8 +708,10 @@ def test_a_question_whose_own_query_cannot_be_scored_is_left_out(script, own_sam
     reward.TIME_LIMIT = 0.2
     monkeypatch.setattr(module, "load_reward", lambda name: reward)
     assert module.main(["--source", str(source), "--out", str(tmp_path / "out")]) == 0
-    assert "4 prompts left out (4 whose query fails or returns too much)" in capsys.readouterr().out
-    assert [row["extra_info"]["index"] for row in rows_of(tmp_path / "out")] == list(range(4, 32))
+    said = capsys.readouterr().out
+    assert "6 prompts left out (5 whose query fails or returns too much" in said
+    assert "1 whose query returns nothing" in said
+    assert [row["extra_info"]["index"] for row in rows_of(tmp_path / "out")] == list(range(6, 32))
 
 
 @pytest.fixture(scope="module")
@@ -707,6 +752,8 @@ CHEAP = "SELECT name, price FROM item WHERE price < 5 ORDER BY price"
         ("The cheap ones are pens, cups and keys.", 0.0),
         ("", 0.0),
         ("```sql\n```", 0.0),
+        ("```sqlite\nSELECT 1\n```", 0.0),
+        (f"```sql\n{CHEAP}\n```\n```sqlite\nSELECT 1\n```", 1.0),
         (";", 0.0),
         ("SELEC name", 0.0),
         ("SELECT name, price FROM nowhere", 0.0),
@@ -721,6 +768,26 @@ CHEAP = "SELECT name, price FROM item WHERE price < 5 ORDER BY price"
 )
 def test_a_query_is_right_when_it_returns_the_same_set_of_rows(answer, score, shop):
     assert reward_of("text_to_sql")("bird", answer, CHEAP, extra_info={"database": shop}) == score
+
+
+NOTHING = "SELECT name FROM item WHERE price > 100"
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        (NOTHING, 1.0),
+        ("SELECT name, price FROM item WHERE price > 200", 1.0),  # of no rows, BIRD's rule compares none
+        ("", 0.0),
+        (";", 0.0),
+        ("-- none", 0.0),
+        ("```sql\n```", 0.0),
+        ("REINDEX", 0.0),
+        ("<think>none</think>", 0.0),
+    ],
+)
+def test_no_rows_are_the_answer_of_a_query_alone(answer, score, shop):
+    assert reward_of("text_to_sql")("bird", answer, NOTHING, extra_info={"database": shop}) == score
 
 
 @pytest.mark.parametrize(
@@ -795,6 +862,7 @@ def test_rows_that_are_wrong_end_a_query_early(shop):
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.timeout(60, method="thread")  # a signal would wait for SQLite to return
 def test_threads_score_at_once(shop):
     answers = [(CHEAP, 1.0), ("SELECT name FROM item", 0.0), ("DROP TABLE item", 0.0), (ENDLESS, 0.0)] * 8
     score = reward_of("text_to_sql", time_limit=0.1)
@@ -812,6 +880,8 @@ def test_threads_score_at_once(shop):
         ("SELECT colour FROM item", {}, "reference query failed .* no such column: colour"),
         ("DROP TABLE item", {}, "reference query failed .* not authorized"),
         ("SELECT 1; SELECT 2", {}, "reference query failed .* one statement"),
+        ("", {}, "reference query failed .* it is no query"),
+        ("-- none", {}, "reference query failed .* it is no query"),
         (f"SELECT t0.rowid * 7 + t1.rowid FROM {PRODUCT}", {}, "reference query failed .* more than 10000 rows"),
     ],
 )
@@ -826,6 +896,28 @@ def test_a_broken_database_is_an_error(tmp_path):
     path.write_bytes(b"no database " * 100)
     with pytest.raises(ValueError, match="reference query failed .* not a database"):
         reward_of("text_to_sql")("bird", CHEAP, CHEAP, extra_info={"database": str(path)})
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b"no database " * 1000)])
+def test_a_database_that_is_lost_later_is_an_error(spoil, shop, tmp_path):
+    """The rows of the reference are known by then; every answer would be wrong without a word."""
+    path, score = tmp_path / "x.sqlite", reward_of("text_to_sql")
+    shutil.copy(shop, path)
+    assert score("bird", CHEAP, CHEAP, extra_info={"database": str(path)}) == 1.0
+    spoil(path)
+    with pytest.raises(ValueError, match=f"database {path} can't be read"):
+        score("bird", CHEAP, CHEAP, extra_info={"database": str(path)})
+
+
+def test_a_database_that_another_process_holds_is_an_error(shop, tmp_path):
+    path, score = tmp_path / "x.sqlite", reward_of("text_to_sql")
+    shutil.copy(shop, path)
+    assert score("bird", CHEAP, CHEAP, extra_info={"database": str(path)}) == 1.0
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(ValueError, match="database is locked"):
+        score("bird", CHEAP, CHEAP, extra_info={"database": str(path)})
+    holder.close()
 
 
 def test_text_that_is_no_utf_8_is_compared(tmp_path):

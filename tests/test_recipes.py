@@ -111,36 +111,45 @@ def test_strategies_differ_in_nothing_else(recipe):
 @RECIPES
 def test_whole_groups_everywhere(recipe, composed):
     """On ranks, in mini-batches, and in every budget of tokens, when all lengths are at their maximum."""
+    assert recipes.complaints(recipe) == []
     config = composed(recipe)
-    actor, ref, rollout = (config.actor_rollout_ref[role] for role in ("actor", "ref", "rollout"))
-    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    rollout = config.actor_rollout_ref.rollout
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    group = prompt + rollout.n * response
     assert config.actor_rollout_ref.model.use_remove_padding
-    assert actor.use_dynamic_bsz
-
-    budgets = [
-        (actor.ulysses_sequence_parallel_size, actor.ppo_max_token_len_per_gpu),
-        (actor.ulysses_sequence_parallel_size, rollout.log_prob_max_token_len_per_gpu),
-        (ref.ulysses_sequence_parallel_size, ref.log_prob_max_token_len_per_gpu),
-    ]
-    mini_batches = [(actor.ulysses_sequence_parallel_size, actor.ppo_mini_batch_size)]
-    if config.algorithm.adv_estimator == "gae":
-        size = config.critic.fsdp.ulysses_sequence_parallel_size
-        budgets += [(size, config.critic[f"{pass_}_max_token_len_per_gpu"]) for pass_ in ("ppo", "ppo_infer")]
-        mini_batches.append((size, config.critic.ppo_mini_batch_size))
-    for sequence_parallel, budget in budgets:
-        assert config.trainer.n_gpus_per_node % sequence_parallel == 0, "rows are sliced within a node"
-        assert group <= budget * sequence_parallel
-    for sequence_parallel, prompts in mini_batches:
-        assert prompts % (gpus // sequence_parallel) == 0
-        assert config.data.train_batch_size % prompts == 0
+    assert config.actor_rollout_ref.actor.use_dynamic_bsz
 
     sampling = rollout.n_gpus_per_node if rollout.nnodes else config.trainer.n_gpus_per_node
     assert sampling % rollout.tensor_model_parallel_size == 0, "a server is on one node"
     assert rollout.max_model_len == prompt + response
     assert config.data.filter_overlong_prompts
     assert rollout.n > 1, "nothing to share"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("ppo_max_token_len_per_gpu=24576", "ppo_max_token_len_per_gpu=12287", "is below a group of 49152 tokens"),
+        ("rollout.log_prob_max_token_len_per_gpu=49152", "rollout.log_prob_max_token_len_per_gpu=1", "below a group"),
+        ("ref.log_prob_max_token_len_per_gpu=49152", "ref.log_prob_max_token_len_per_gpu=1", "below a group"),
+        ("ppo_mini_batch_size=64", "ppo_mini_batch_size=60", "does not divide into whole groups on 8 ranks"),
+        (
+            "train_batch_size=256",
+            "train_batch_size=250",
+            "is no multiple of actor_rollout_ref.actor.ppo_mini",
+        ),
+        (
+            "ulysses_sequence_parallel_size=4",
+            "ulysses_sequence_parallel_size=3",
+            "does not divide the 8 GPUs",
+        ),
+    ],
+)
+def test_numbers_that_cut_groups_are_complained_of(old, new, complaint, tmp_path):
+    text = (recipes.RECIPES / "grpo_qwen3_32b_long_context.sh").read_text()
+    assert text.count(old) == 1
+    changed = tmp_path / "changed.sh"
+    changed.write_text(text.replace(old, new))
+    assert any(complaint in found for found in recipes.complaints(changed))
 
 
 @RECIPES

@@ -217,6 +217,36 @@ def test_a_running_batch_ends_with_the_tokens_that_it_has_and_goes_on_from_them(
         assert ended.log_probs == pytest.approx(own.tolist(), abs=1e-5)
 
 
+def test_an_abort_while_prompts_are_computed_ends_before_the_next(server):
+    brake = Brake(server, 1)  # the second of three prompts
+
+    async def scenario():
+        running = [asyncio.create_task(ask(server, p, 7)) for p in PROMPTS]
+        await brake.holds()
+        aborting = asyncio.create_task(server.abort_all_requests())
+        await asyncio.sleep(0.1)
+        brake.release()
+        await aborting
+        return await asyncio.gather(*running)
+
+    assert [(o.stop_reason, o.token_ids) for o in within_a_minute(scenario())] == [("aborted", [])] * 3
+
+
+def test_an_abort_while_requests_are_collected_holds_the_next(server):
+    async def scenario():
+        first = asyncio.create_task(ask(server, PROMPTS[0], 0))
+        await asyncio.sleep(0.005)  # of the time for more requests to come
+        await server.abort_all_requests()
+        held = asyncio.create_task(ask(server, PROMPTS[0], 0))
+        await asyncio.sleep(0.3)
+        assert not held.done()
+        await server.resume_generation()
+        return await first, await held
+
+    first, held = within_a_minute(scenario())
+    assert (first.stop_reason, held.stop_reason) == ("aborted", "completed")
+
+
 def test_a_server_that_leaves_rejects_what_comes_late(server):
     """Held there, a request would wait for the next validation; the client takes it to another server."""
 

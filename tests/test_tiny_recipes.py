@@ -10,6 +10,7 @@ import pytest
 import qwen3_sizes
 import recipe as recipes
 import tiny_recipe
+from hydra import compose, initialize_config_module
 
 from zorro_verl.estimate import ModelSize
 
@@ -57,6 +58,25 @@ def test_a_recipe_names_one_preparation(name):
     assert {"--source", "--out"} <= set(options)
 
 
+@pytest.mark.parametrize("strategy", ["zorro", "fsdp2"])
+@pytest.mark.parametrize("name", EVERY)
+def test_the_tiny_form_of_every_recipe_composes(name, strategy, tmp_path):
+    form = tiny_recipe.TinyForm(EVERY[name], tmp_path, strategy)
+    arguments = recipes.command_line(form.recipe, form.variables, *form.overrides())[2:]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [each for each in arguments if not each.startswith("hydra.")])
+    assert (config.trainer.device, config.actor_rollout_ref.rollout.name) == ("cpu", "hf")
+    assert config.actor_rollout_ref.actor.strategy == strategy
+
+
+def test_a_recipe_is_prepared_again(tmp_path):
+    """For another strategy, say, in the same folder."""
+    form = tiny_recipe.TinyForm(EVERY["grpo_qwen3_0.6b_gsm8k"], tmp_path)
+    for _ in range(2):
+        form.prepare()
+        assert (form.material / "data" / "train.parquet").is_file()
+
+
 def test_settings_are_what_counts_last():
     arguments = ["-m", "verl.trainer.main_ppo", "data.seed=1", "++a.b=x=y", "data.seed=2"]
     assert recipes.settings(arguments) == {"data.seed": "2", "a.b": "x=y"}
@@ -75,6 +95,7 @@ def test_unknown_recipe_and_steps_are_one_line(capsys):
     for argv, words in (
         (["recipes/none.sh"], "expected a recipe, one of grpo_"),
         ([str(EVERY[RUN_HERE[0]]), "--steps", "0"], "STEPS"),
+        ([str(EVERY[RUN_HERE[0]]), "--strategy", ""], "STRATEGY: expected zorro or fsdp2, got"),
     ):
         with pytest.raises(SystemExit) as ended:
             tiny_recipe.main(argv)

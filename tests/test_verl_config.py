@@ -53,6 +53,10 @@ def test_options_work_without_the_group(folder):
     [
         (["actor_rollout_ref.actor.use_prefix_grouper=True"], "use_prefix_grouper"),
         (
+            ["+actor_rollout_ref.actor.zorro.logits_optimisation=memory"],
+            "actor.zorro: expected options of attn_implementation, .*logits_optimization.*, got logits_optimisation",
+        ),
+        (
             [*TOP_K, "+actor_rollout_ref.actor.zorro.logits_optimization=memory"],
             "zorro.logits_optimization: expected none or compute.*got memory",
         ),

@@ -8,7 +8,7 @@ it, ranks may disagree on how a batch is split, and wait for each other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from zorro_verl.wrapping import wrap_once
@@ -46,20 +46,17 @@ def check_nodes() -> None:
     """Ask each other node what is installed there; on a single node this is no work at all.
 
     Another verl, torch or transformers is a warning, as builds may differ on purpose, and so is a node that doesn't
-    answer in time. A node without CPUs gets none of verl's processes and is not asked.
+    answer in time, or is lost meanwhile. A node without CPUs gets none of verl's processes and is not asked.
 
     Raises:
         ValueError: a node's zorro-verl is missing, can't be loaded, or has another version than this process's.
-        ray.exceptions.RayError: a node was lost while it was asked.
     """
     import ray
 
     nodes = _other_nodes(ray)
     if not nodes:
         return
-    expected, found = _reader()(), _ask(ray, nodes)
-    for node in nodes.keys() - found.keys():
-        logger.warning("the Ray node %s did not say within %d s what is installed there", nodes[node], SECONDS)
+    expected, found = _reader()(), dict(_ask(ray, nodes))
     for node, packages in found.items():
         for name in OTHERS:
             if packages[name] != expected[name]:
@@ -94,8 +91,8 @@ def _other_nodes(ray: Any) -> dict[str, str]:
     }
 
 
-def _ask(ray: Any, nodes: Mapping[str, str]) -> dict[str, dict[str, str | None]]:
-    """What is installed on each node, by its id; without those that took too long."""
+def _ask(ray: Any, nodes: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str | None]]]:
+    """Each node's id and what is installed there. A node that was lost or takes too long is a warning instead."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     task = ray.remote(num_cpus=0, max_retries=0)(_reader())
@@ -105,8 +102,13 @@ def _ask(ray: Any, nodes: Mapping[str, str]) -> dict[str, dict[str, str | None]]
     }
     answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=SECONDS)
     for answer in late:
+        logger.warning("the Ray node %s did not say within %d s what is installed there", nodes[asked[answer]], SECONDS)
         ray.cancel(answer, force=True)
-    return {asked[answer]: ray.get(answer) for answer in answered}
+    for answer in answered:
+        try:
+            yield asked[answer], ray.get(answer)
+        except ray.exceptions.RayError as error:
+            logger.warning("the Ray node %s could not be asked: %s", nodes[asked[answer]], type(error).__name__)
 
 
 def _reader() -> Callable[[], dict[str, str | None]]:

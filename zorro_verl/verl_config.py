@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from transformers import AutoConfig, PretrainedConfig
@@ -16,7 +16,7 @@ from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
 from zorro_verl.actor_options import check_offload, check_options
 from zorro_verl.distillation import check_teaching
 from zorro_verl.families import check_supported, check_training, head_counts
-from zorro_verl.options import ZorroOptions
+from zorro_verl.options import CONFIG_KEY, ZorroOptions
 from zorro_verl.sequence_parallel import check_heads
 from zorro_verl.value_models import check_adapters, check_value_model, critic_keys
 
@@ -80,11 +80,20 @@ def check_run(config: DictConfig) -> None:
     """Refuse, while nothing has been started yet, what ``strategy=zorro`` would get wrong or leave without effect."""
     # A value that a config leaves open (`???`) and others refer to is named here, and not by a worker.
     OmegaConf.to_container(config, resolve=True)
+    _check_names(config)
     if config.actor_rollout_ref.actor.strategy == "zorro":
         _check_actor(config)
     if config.critic.strategy == "zorro" and need_critic(config):
         with critic_keys():
             _check_critic(config)
+
+
+def _check_names(config: DictConfig) -> None:
+    """Refuse an option that there is none of, which Hydra can't know of one that was added with ``+``."""
+    known = [each.name for each in fields(ZorroOptions)]
+    for name in config.actor_rollout_ref.actor.get("zorro") or ():
+        if name not in known and name != "_target_":
+            raise ValueError(f"{CONFIG_KEY}: expected options of {', '.join(known)}, got {name}")
 
 
 def _check_actor(config: DictConfig) -> None:

@@ -44,6 +44,7 @@ set_variables() {
     # A head asks for a token where it finds one; who joins brings one only when told so.
     if [[ -n ${RAY_AUTH_TOKEN:-} || -n ${RAY_AUTH_TOKEN_PATH:-} || -f ~/.ray/auth_token ]]; then
         export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+        echo "start_ray.sh: Ray asks for a token; in the shell of the recipe: export RAY_AUTH_MODE=$RAY_AUTH_MODE" >&2
     fi
 }
 

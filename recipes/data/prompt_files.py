@@ -65,7 +65,7 @@ class Selection:
                 "--max-prompt-tokens needs --tokenizer: the name or folder of the model to be trained"
             )
         self.longest = longest
-        self.tokenizer = tokenizer and load_tokenizer(tokenizer)
+        self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
         self.tokens: list[int] = []
         self.left_out: Counter[str] = Counter()
 
@@ -187,6 +187,8 @@ def arguments_of(docstring: str) -> argparse.ArgumentParser:
 def exit_code(prepare: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> int:
     """0, or 1 after one line on stderr."""
     try:
+        if arguments.out.resolve().is_relative_to(arguments.source.resolve()):
+            raise PreparationError(f"--out {arguments.out} is in --source {arguments.source}: give another folder")
         prepare(arguments)
     except PreparationError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)

@@ -13,8 +13,8 @@ become validation.parquet; without dev, all questions on a share of train's data
 A prompt holds the CREATE TABLE statements of the database file, on request some values of every column, the evidence
 and the question. Questions on one database have the schema in common and are different prompts all the same.
 
-Every reference query is run once, which takes a while: questions whose query fails, takes longer than an answer's may
-or returns too many rows are left out. `extra_info.database` is the absolute path of the database, for
+Every reference query is run once, which takes a while: questions whose query fails, takes longer than an answer's may,
+returns too many rows or none are left out. `extra_info.database` is the absolute path of the database, for
 recipes/rewards/text_to_sql.py: it has to be there on every node that scores answers.
 """
 
@@ -145,9 +145,12 @@ def prompts_of(questions: Sequence[Question], split: str, example_values: int, s
     prompts = []
     for question in questions:
         try:
-            reward.reference_rows(str(question.database), question.query, reward.TIME_LIMIT)
+            rows = reward.reference_rows(str(question.database), question.query, reward.TIME_LIMIT)
         except ValueError:
             selection.leave_out(1, "whose query fails or returns too much")
+            continue
+        if not rows:  # any query without rows would be right
+            selection.leave_out(1, "whose query returns nothing")
             continue
         prompts += selection.keep([prompt_of(question, split, schemas[question.database])])
     return prompts

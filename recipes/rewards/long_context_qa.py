@@ -56,7 +56,7 @@ def stated(text: str) -> str:
 
 def cleaned(text: str) -> str:
     """The first line that isn't empty, without emphasis, quotes and the full stop."""
-    line = text.strip(" :\n\t").partition("\n")[0]
+    line = text.strip(" :\r\n\t").partition("\n")[0]
     return line.replace("*", "").strip(" \t\"'`").rstrip(".").strip(" \t\"'`")
 
 

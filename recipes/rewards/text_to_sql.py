@@ -29,7 +29,15 @@ VALUE_LIMIT = 1_000_000  # bytes of one value or row
 STEPS = 10_000  # of SQLite between two looks at the clock: a fraction of a millisecond
 
 READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
-QUERY_ERRORS = (sqlite3.Error, ValueError)  # a ValueError: characters that no query may have
+QUERY_ERRORS = (sqlite3.Error, ValueError)  # a ValueError: no query, or characters that none may have
+# Of the database, not of a query: its disk is gone, another process holds it.
+DATABASE_ERRORS = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_NOTADB,
+}
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, time_limit=TIME_LIMIT, **kwargs) -> float:
@@ -44,11 +52,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, time
     found = set()
     try:
         with reading(database, time_limit) as connection:
-            for row in connection.execute(query_of(solution_str)):
+            for row in rows_of(connection, query_of(solution_str)):
                 if row not in expected:
                     return 0.0
                 found.add(row)
-    except QUERY_ERRORS:
+    except QUERY_ERRORS as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in DATABASE_ERRORS:
+            raise ValueError(f"database {database} can't be read: {error}") from error
         return 0.0
     return float(found == expected)
 
@@ -70,13 +80,21 @@ def reference_rows(database: str, query: str, time_limit: float = REFERENCE_TIME
     rows = set()
     try:
         with reading(database, time_limit) as connection:
-            for count, row in enumerate(connection.execute(query), 1):
+            for count, row in enumerate(rows_of(connection, query), 1):
                 if count > ROW_LIMIT:
                     raise ValueError(f"it gives more than {ROW_LIMIT} rows")
                 rows.add(row)
     except QUERY_ERRORS as error:
         raise ValueError(f"reference query failed on {database}: {error}: {query}") from error
     return frozenset(rows)
+
+
+def rows_of(connection: sqlite3.Connection, query: str) -> sqlite3.Cursor:
+    """The rows of a query; ValueError for what is none, such as an empty text, which is not the same as no rows."""
+    cursor = connection.execute(query)
+    if cursor.description is None:
+        raise ValueError("it is no query")
+    return cursor
 
 
 @contextmanager

@@ -82,7 +82,8 @@ class Run:
         if self.seconds_to_end is None:
             return f"the command still waited {PATIENCE} s later for what was on that node, and was interrupted"
         return (
-            f"the command ended {self.seconds_to_end:.0f} s later with exit code {self.exit_code}, {self.named_error}"
+            f"the command ended {self.seconds_to_end:.0f} s later with exit code {self.exit_code}"
+            f"{', ' + self.named_error if self.named_error else ''}"
         )
 
     @property

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import qwen3_sizes
 import recipe as recipes
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from zorro_verl.estimate import Batch, ModelSize, pass_seconds, shard_memory
@@ -56,13 +55,6 @@ class Estimate(NamedTuple):
     rollout: float
 
 
-def composed(recipe: Path) -> DictConfig:
-    """A recipe's config as veRL composes it, whatever the environment says."""
-    arguments = recipes.command_line(recipe, {})[2:]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", [each for each in arguments if not each.startswith("hydra.")])
-
-
 def roles_of(config: DictConfig) -> list[Role]:
     """The actor, and the critic of a PPO recipe."""
     actor, critic = config.actor_rollout_ref.actor, config.critic
@@ -96,7 +88,7 @@ def estimate(recipe: Path) -> Estimate:
     Raises:
         ValueError: the recipe's head names no GPU memory, or what the estimates refuse.
     """
-    config, stated = composed(recipe), _GPU.search(recipe.read_text())
+    config, stated = recipes.composed(recipe), _GPU.search(recipe.read_text())
     if stated is None:
         raise ValueError(f"{recipe}: expected the memory of a GPU in its head, such as '80 GB', got none")
     gpu_bytes, gpus = int(stated[1]) * 1e9, config.trainer.nnodes * config.trainer.n_gpus_per_node

@@ -10,6 +10,7 @@ ranks. Generation is the CPU runtime's. The rest is the recipe's: algorithm, los
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -73,6 +74,7 @@ class TinyForm:
         Raises:
             subprocess.CalledProcessError: the preparation ended with an error.
         """
+        shutil.rmtree(self.material, ignore_errors=True)
         model = self.material / "model"
         tokenizer = tiny_tokenizer.build()
         tokenizer.save_pretrained(model)
@@ -106,7 +108,9 @@ class TinyForm:
             for kind in ("param", "reduce", "buffer")
         ]
         sequence_parallel = [
-            f"{key}={min(2, int(own[key]))}" for key in own if key.endswith("ulysses_sequence_parallel_size")
+            f"{key}={min(2, int(value))}"
+            for key, value in own.items()
+            if key.endswith("ulysses_sequence_parallel_size") and value.isdigit()  # else it is another key's
         ]
         reward = own.get("reward.custom_reward_function.path", "")
         result = [
@@ -197,11 +201,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     variables = os.environ
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, help="one of recipes/*.sh")
-    parser.add_argument("--strategy", default=variables.get("STRATEGY", "zorro"), help="zorro or fsdp2; also STRATEGY=")
+    parser.add_argument(
+        "--strategy",
+        default=variables.get("STRATEGY", "zorro"),
+        help="zorro or fsdp2; also STRATEGY=",
+    )
     parser.add_argument("--steps", type=int, default=variables.get("STEPS", "2"), help="also STEPS=")
     parser.add_argument("--out", type=Path, default=Path("outputs/tiny"), help="a folder; each recipe gets one in it")
     options, others = parser.parse_known_args(argv)
     options.others = others
+    if options.strategy not in ("zorro", "fsdp2"):
+        parser.error(f"STRATEGY: expected zorro or fsdp2, got {options.strategy}")
     if not options.recipe.is_file():
         names = ", ".join(str(each.name) for each in recipes.every())
         parser.error(f"expected a recipe, one of {names} in recipes/, got {options.recipe}")
@@ -212,6 +222,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
+    for complaint in recipes.complaints(options.recipe):
+        print(f"{options.recipe}: {complaint}", file=sys.stderr)
     form = TinyForm(
         options.recipe.resolve(), (options.out / options.recipe.stem).resolve(), options.strategy, options.steps
     )
@@ -220,11 +232,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except subprocess.CalledProcessError as error:
         print(f"the preparation that {form.recipe.name} names ended with exit code {error.returncode}", file=sys.stderr)
         return 1
-    print(f"{form.recipe.name} with strategy={form.strategy} on a CPU; its output is in {form.run_folder.log}")
+    print(
+        f"{form.recipe.name} with strategy={form.strategy} on a CPU (a minute until its first step); all that it prints"
+    )
+    print(f"is in {form.run_folder.log}", flush=True)
     try:
         form.run(lambda record: print(progress_line(record, form.steps), flush=True), *options.others)
     except trainer_process.TrainerFailed as error:
-        print(f"\n{error}", file=sys.stderr)
+        print(f"\n{str(error).splitlines()[-1]}\nThe rest is in {form.run_folder.log}", file=sys.stderr)
         return 1
     return 0
 
