@@ -15,7 +15,6 @@ import torch
 import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError
 
 from zorro_verl.options import ZorroOptions
 
@@ -84,25 +83,25 @@ def test_verl_takes_an_example(name, paths):
     assert actor.ppo_mini_batch_size % config.trainer.n_gpus_per_node == 0
 
 
-@pytest.mark.parametrize("missing", PATHS)
+@pytest.mark.parametrize("given", [(), PATHS[:1], PATHS[1:]], ids=len)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_missing_path_is_named(name, missing, paths):
-    """By what veRL does with the whole config; the output is asked for by Hydra itself, before that."""
-    given = [f"paths.{key}={value}" for key, value in paths.items() if key != missing]
-    with initialize_config_module("zorro_verl.configs", version_base=None):
-        config = compose(name, given, return_hydra_config=missing == "output")
-    with pytest.raises(InterpolationToMissingValueError, match=rf"paths\.{missing}\b"):
-        OmegaConf.to_container(config.hydra.run if missing == "output" else config, resolve=True)
+def test_missing_paths_are_named_together(name, given, paths):
+    from verl.utils.device import auto_set_device
+
+    config = copy.deepcopy(example(name, *(f"paths.{key}={paths[key]}" for key in given)))
+    missing = sorted(f"paths.{key}" for key in PATHS if key not in given)
+    with pytest.raises(ValueError, match=f"^{', '.join(missing)}: expected values"):
+        auto_set_device(config)
 
 
 def test_the_command_in_an_examples_head_starts_verl(tmp_path):
-    """As far as Hydra's own question for the one path that is left out."""
+    """As far as the question for the one path that is left out."""
     head = (CONFIGS / "zorro_grpo.yaml").read_text().replace("\\\n#", "")
     command = re.search(r"python3 (-m verl\.trainer\.main_ppo .*)", head)[1].split()
     assert [part.partition("=")[0] for part in command[-4:]] == [f"paths.{name}" for name in PATHS]
     result = subprocess.run([sys.executable, *command[:-1]], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert result.returncode == 1
-    assert "Missing mandatory value: paths.output" in result.stderr
+    assert "ValueError: paths.output: expected values, got none" in result.stderr
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

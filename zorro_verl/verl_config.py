@@ -78,14 +78,21 @@ def _verl_name(config: type) -> str:
 
 def check_run(config: DictConfig) -> None:
     """Refuse, while nothing has been started yet, what ``strategy=zorro`` would get wrong or leave without effect."""
-    # A value that a config leaves open (`???`) and others refer to is named here, and not by a worker.
-    OmegaConf.to_container(config, resolve=True)
+    _check_paths(config)
     _check_names(config)
     if config.actor_rollout_ref.actor.strategy == "zorro":
         _check_actor(config)
     if config.critic.strategy == "zorro" and need_critic(config):
         with critic_keys():
             _check_critic(config)
+
+
+def _check_paths(config: DictConfig) -> None:
+    """Name what one of this package's examples leaves open, all of it, and here: a worker would name one by one."""
+    paths = config.get("paths") or {}
+    missing = sorted(f"paths.{name}" for name in paths if OmegaConf.is_missing(paths, name))
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: expected values, got none; write {missing[0]}=... and so on")
 
 
 def _check_names(config: DictConfig) -> None:
