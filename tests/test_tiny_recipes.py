@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_module
 from zorro_verl.estimate import ModelSize
 
 EVERY = {each.stem: each for each in recipes.every()}
-# By name. The long documents run in tests/test_multinode.py, and text-to-SQL in tests/test_async_trainers.py, under both
+# Long documents run in tests/test_multinode.py, and text-to-SQL in tests/test_async_trainers.py, under both
 # asynchronous recipes; the same scripts with other arguments are left to `make recipe`.
 RUN_HERE = ("ppo_qwen3_0.6b_gsm8k", "grpo_qwen3_30b_a3b_gsm8k")
 
