@@ -9,7 +9,6 @@ from threading import Thread
 import pytest
 import tiny_models
 import torch
-import transformers
 from float64 import Float64
 from fresh_process import run_python
 from test_models import assert_rows, loss_of, shared_call
@@ -17,6 +16,7 @@ from tiny import batch_b0, flat_rows, gradients, per_row, shuffled, tokens, wors
 from transformers import AutoConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from zorro_verl import families
 from zorro_verl.families import HYBRID_TYPES, SUPPORTED_MODEL_TYPES, check_supported, check_training
 from zorro_verl.heads import SharedPrompt
 from zorro_verl.layer_call import SharedCall
@@ -682,7 +682,8 @@ def test_noise_stays_refused_when_only_the_config_forgets_it(name, key):
 
 @pytest.mark.parametrize("version", ["5.5.2", "5.6.0", "5.11.0", "4.57.1"])
 def test_versions_of_transformers_outside_the_range(monkeypatch, version):
-    monkeypatch.setattr(transformers, "__version__", version)
+    # As that module has it: transformers puts another object in its own place when one of its models is imported.
+    monkeypatch.setattr(families.transformers, "__version__", version)
     with pytest.raises(ValueError, match=rf"transformers: expected a version in >=5.5.3.*<5.11, got {version}"):
         installed(plain_model("qwen3"))
 
