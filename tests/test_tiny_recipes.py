@@ -103,6 +103,17 @@ def test_unknown_recipe_and_steps_are_one_line(capsys):
         assert words in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_misspelt_key_is_one_line_before_anything_is_prepared(tmp_path, capsys):
+    text = EVERY["grpo_qwen3_0.6b_gsm8k"].read_text()
+    recipe = tmp_path / "grpo_misspelt.sh"
+    recipe.write_text(text.replace("actor.ppo_mini_batch_size=", "actor.ppo_mini_batchsize="))
+    assert tiny_recipe.main([str(recipe), "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "ppo_mini_batchsize" in said[0]
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("Qwen/Qwen3-0.6B", 0.6), ("Qwen/Qwen3-8B", 8.2), ("Qwen/Qwen3-32B", 32.8), ("Qwen/Qwen3-30B-A3B", 30.5)],

@@ -26,6 +26,7 @@ import tiny_models  # noqa: E402
 import tiny_tokenizer  # noqa: E402
 import torch  # noqa: E402
 import trainer_process  # noqa: E402
+from hydra.errors import HydraException  # noqa: E402
 from run_log import Record  # noqa: E402
 from terminal import interrupt_once  # noqa: E402
 
@@ -222,7 +223,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    for complaint in recipes.complaints(options.recipe):
+    try:
+        complaints = recipes.complaints(options.recipe)
+    except (HydraException, ValueError) as error:  # a key that veRL doesn't know, a recipe that doesn't come to an end
+        print(f"{options.recipe}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    for complaint in complaints:
         print(f"{options.recipe}: {complaint}", file=sys.stderr)
     form = TinyForm(
         options.recipe.resolve(), (options.out / options.recipe.stem).resolve(), options.strategy, options.steps
@@ -232,10 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except subprocess.CalledProcessError as error:
         print(f"the preparation that {form.recipe.name} names ended with exit code {error.returncode}", file=sys.stderr)
         return 1
-    print(
-        f"{form.recipe.name} with strategy={form.strategy} on a CPU (a minute until its first step); all that it prints"
-    )
-    print(f"is in {form.run_folder.log}", flush=True)
+    print(f"{form.recipe.name} with strategy={form.strategy} on a CPU: a minute until its first step")
+    print(f"All that it prints is in {form.run_folder.log}", flush=True)
     try:
         form.run(lambda record: print(progress_line(record, form.steps), flush=True), *options.others)
     except trainer_process.TrainerFailed as error:
