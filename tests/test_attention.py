@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from zorro_verl import attention
 from zorro_verl.attention import plan_attention, reference_attention, split_attention
+from zorro_verl.forest import Forest
 from zorro_verl.grouping import Rows, exclusive_cumsum
-from zorro_verl.packing import Forest, build_plan
+from zorro_verl.packing import build_plan
 from zorro_verl.varlen import CpuKernels
 
 SCALE = 0.4

@@ -24,6 +24,7 @@ MODULES: dict[str, set[str]] = {
     "options": set(),
     "flops": set(),
     "grouping": {"torch"},
+    "forest": {"torch"},
     "packing": {"torch"},
     "prefixes": {"torch"},
     "padded_plan": {"torch"},
@@ -105,6 +106,7 @@ INSIDE_FUNCTIONS: dict[str, set[str]] = {
 TORCH_ONLY = (
     "",
     ".grouping",
+    ".forest",
     ".packing",
     ".prefixes",
     ".padded_plan",

@@ -14,6 +14,7 @@ from torch.nn.functional import conv1d, pad, silu
 from torch.overrides import TorchFunctionMode
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
+from zorro_verl.forest import Forest
 from zorro_verl.grouping import Rows, exclusive_cumsum, number_by_first_appearance
 from zorro_verl.linear_attention import (
     FORK_MIN_TOKENS,
@@ -22,7 +23,7 @@ from zorro_verl.linear_attention import (
     causal_conv,
     gated_delta_rule,
 )
-from zorro_verl.packing import Forest, build_plan
+from zorro_verl.packing import build_plan
 
 HEADS, K, V, CHANNELS = 2, 4, 3, 5
 NAMES = ("query", "key", "value", "g", "beta")

@@ -8,8 +8,9 @@ import pytest
 import torch
 from tiny import batch_b0, flat_rows, shuffled
 
+from zorro_verl.forest import Forest
 from zorro_verl.grouping import find_prompt_groups
-from zorro_verl.packing import Forest, build_plan
+from zorro_verl.packing import build_plan
 
 
 def plan_of(rows):

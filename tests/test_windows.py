@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zorro_verl import varlen
 from zorro_verl.attention import plan_attention, reference_attention, window_attention
+from zorro_verl.forest import Forest
 from zorro_verl.grouping import Rows, exclusive_cumsum
-from zorro_verl.packing import Forest, build_plan
+from zorro_verl.packing import build_plan
 from zorro_verl.varlen import CpuKernels, FlashAttention2Kernels, TorchVarlenKernels
 
 SCALE = 0.4

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zorro_verl.packing import Forest, Plan
+from zorro_verl.forest import Forest
+from zorro_verl.packing import Plan
 from zorro_verl.varlen import Kernels
 
 MAX_REFERENCE_TOKENS = 16384

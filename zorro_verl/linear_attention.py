@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from zorro_verl.forest import Forest
 from zorro_verl.grouping import exclusive_cumsum, ranges
-from zorro_verl.packing import Forest, Plan
+from zorro_verl.packing import Plan
 
 LINEAR_ATTENTION = ("auto", "expand", "fork")
 

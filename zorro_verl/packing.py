@@ -1,21 +1,11 @@
-"""The plan of a packed batch: a forest of segments and every index tensor that follows from it.
+"""The plan of a packed batch: its forest of segments and every index tensor that follows from it.
 
-A segment is a run of tokens with a parent segment; a token sees its own segment up to itself and all of its
-ancestors. Prompts are roots, responses their children; deeper forests are built the same way. Segments are packed
-level by level, every level in the order of its parents, and roots that have children before roots that have none:
+Prompts are roots of the forest, responses their children; deeper forests are built the same way:
 
     rows                      packed, T = 9                      what each packed token sees
     P P P | a a               P P P | a a | b b | Q Q Q'         P: P          a: P, a       Q: Q
     P P P | b b                 prompt  responses  alone                       b: P, b
     Q Q | c                                                      (a row that is alone stays one segment)
-
-In this order all descendants at one distance are a contiguous block of queries, and their ancestors a contiguous
-block of keys, in the same order. So attention needs one causal call over all segments and one rectangular call per
-distance, all on views.
-
-In a layer with a sliding window a token sees the last tokens of its row only. What it sees of its ancestors is then no
-rectangle: each segment takes a copy of the tail of its ancestors that its window reaches, in front of its own keys,
-and one causal call with a window does.
 """
 
 from __future__ import annotations
@@ -25,181 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zorro_verl.grouping import Rows, exclusive_cumsum, find_prompt_groups, first_rows, ranges
-
-MAX_PACKED_TOKENS = 2**31 - 1
-
-
-class VarlenCall:
-    """One variable-length attention call: query block i attends to key block i.
-
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: ``(n + 1,)`` int32 on the device, block bounds relative to the views.
-        max_seqlen_q, max_seqlen_k: the longest block.
-        query_start: the queries are ``q[query_start:]``; as many as ``cu_seqlens_q`` counts.
-        num_keys: the keys are ``k[:num_keys]``.
-        key_index: ``(num_keys,)`` int64 on the device: the keys are ``k[key_index]`` instead; None without a window.
-        blocks: the non-empty query blocks as ``(q0, q1, k0, k1)`` on the host, for kernels that loop.
-        causal: True where a block's last query sees all of its keys and each query before it one key less, False
-            for a full rectangle. Without a window, causal blocks are square.
-        window: the most keys that a causal query sees, its last ones; None for all.
-    """
-
-    __slots__ = (
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "max_seqlen_q",
-        "max_seqlen_k",
-        "query_start",
-        "num_keys",
-        "key_index",
-        "blocks",
-        "causal",
-        "window",
-    )
-
-    def __init__(
-        self,
-        query_lens: Tensor,
-        key_lens: Tensor,
-        query_start: int,
-        causal: bool,
-        device: torch.device | str,
-        window: int | None = None,
-        key_index: Tensor | None = None,
-    ):
-        cu_q, cu_k = exclusive_cumsum(query_lens), exclusive_cumsum(key_lens)
-        self.cu_seqlens_q = cu_q.to(device, torch.int32)
-        self.cu_seqlens_k = self.cu_seqlens_q if key_lens is query_lens else cu_k.to(device, torch.int32)
-        self.max_seqlen_q = int(query_lens.max())
-        self.max_seqlen_k = int(key_lens.max())
-        self.query_start = query_start
-        self.num_keys = int(cu_k[-1])
-        self.key_index = key_index
-        self.causal = causal
-        self.window = window
-        bounds = torch.stack([cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]], 1)
-        self.blocks = [tuple(b) for b in bounds[query_lens > 0].tolist()]
-
-
-class Forest:
-    """Segments in packed order, and the attention calls between them.
-
-    Args:
-        lengths: ``(S,)`` int64 on the host, tokens of each segment; 0 is allowed.
-        parents: ``(S,)`` int64 on the host, the parent segment or -1 for a root.
-        device: where the calls' ``cu_seqlens`` live.
-
-    Attributes:
-        order: ``(S,)`` the segments in packed order.
-        starts: ``(S,)`` where each segment starts in the packed row.
-        ancestors: ``(S,)`` tensors, one per distance 1, 2, ...: each segment's ancestor there, or -1.
-        num_tokens: T.
-        self_call: every segment causal on itself.
-        cross_calls: one call per distance 1, 2, ...: segments on their ancestor at that distance.
-
-    Raises:
-        ValueError: a parent that is out of range or its own ancestor, or more than 2**31 - 1 packed tokens.
-    """
-
-    def __init__(self, lengths: Tensor, parents: Tensor, device: torch.device | str = "cpu"):
-        num_segments = lengths.numel()
-        self.lengths, self.parents = lengths, parents
-        if bool(((parents >= num_segments) | (parents < -1)).any()):
-            raise ValueError(f"parents: expected indices in -1..{num_segments - 1}, got {parents.tolist()}")
-        self.num_tokens = int(lengths.sum())
-        if self.num_tokens > MAX_PACKED_TOKENS:
-            raise ValueError(
-                f"lengths: expected at most {MAX_PACKED_TOKENS} packed tokens (cu_seqlens are int32), "
-                f"got {self.num_tokens}; lower the token budget of a micro-batch"
-            )
-        ancestors = [parents]  # the last one holds no ancestor
-        while bool((ancestors[-1] >= 0).any()):
-            if len(ancestors) > num_segments:
-                raise ValueError("parents: expected a forest, got a segment that is its own ancestor")
-            last = ancestors[-1]
-            ancestors.append(torch.where(last >= 0, parents[last.clamp(min=0)], -1))
-        depth = (torch.stack(ancestors) >= 0).sum(0)
-        self.ancestors = ancestors[:-1]
-
-        rank = torch.zeros(num_segments, dtype=torch.int64)
-        is_parent = torch.zeros(num_segments, dtype=torch.bool)
-        is_parent[parents[parents >= 0]] = True
-        levels, placed = [], 0
-        for level in range(len(ancestors)):
-            members = (depth == level).nonzero().flatten()
-            key = (~is_parent[members]).long() if level == 0 else rank[parents[members]]
-            members = members[key.argsort(stable=True)]
-            rank[members] = torch.arange(placed, placed + members.numel())
-            placed += members.numel()
-            levels.append(members)
-        self.order = torch.cat(levels)
-        self.starts = torch.empty_like(lengths)
-        self.starts[self.order] = exclusive_cumsum(lengths[self.order])[:-1]
-
-        ordered = lengths[self.order]
-        self.self_call = VarlenCall(ordered, ordered, 0, True, device)
-        self._window_calls: dict[int, VarlenCall] = {}
-        self.cross_calls = []
-        for distance, ancestor in enumerate(self.ancestors, start=1):
-            keys = torch.cat(levels[: len(levels) - distance])
-            if distance == len(levels) - 1:  # only roots are keys: those without children stand last
-                keys = keys[is_parent[keys]]
-            query_lens = torch.zeros_like(lengths).index_add_(0, ancestor.clamp(min=0), lengths * (ancestor >= 0))
-            query_start = int(sum(lengths[level].sum() for level in levels[:distance]))
-            call = VarlenCall(query_lens[keys], lengths[keys], query_start, False, device)
-            if call.blocks:
-                self.cross_calls.append(call)
-
-    def window_call(self, window: int) -> VarlenCall:
-        """Every segment on the tail of its ancestors within ``window`` and on itself; built once for each window.
-
-        Args:
-            window: tokens of its row that a token sees, itself included; at least 1.
-        """
-        if window not in self._window_calls:
-            self._window_calls[window] = self._build_window_call(window)
-        return self._window_calls[window]
-
-    def _build_window_call(self, window: int) -> VarlenCall:
-        # A segment's first token is the one that reaches back furthest. One without a token reaches nothing.
-        missing = torch.where(self.lengths > 0, window - 1, 0)
-        starts, lens = [self.starts], [self.lengths]
-        for ancestor in self.ancestors:
-            ancestor_len = torch.where(ancestor >= 0, self.lengths[ancestor], 0)
-            taken = torch.minimum(missing, ancestor_len)
-            starts.append(self.starts[ancestor] + ancestor_len - taken)
-            lens.append(taken)
-            missing = missing - taken
-        starts, lens = (torch.stack(pieces[::-1], 1)[self.order] for pieces in (starts, lens))  # the root comes first
-        device = self.self_call.cu_seqlens_q.device
-        key_index = ranges(starts.flatten(), lens.flatten(), device)
-        return VarlenCall(self.lengths[self.order], lens.sum(1), 0, True, device, window, key_index)
-
-    def segment_index(self) -> Tensor:
-        """``(T,)`` int64 on the host: the segment of each packed token."""
-        return self.order.repeat_interleave(self.lengths[self.order])
-
-    def visible(self, window: int | None = None) -> Tensor:
-        """``(T, T)`` bool on the host: may the row's token see the column's? For references and drawings only.
-
-        Args:
-            window: tokens of its row that a token sees, itself included; None for all.
-        """
-        lineage = torch.eye(self.lengths.numel(), dtype=torch.bool)
-        before = torch.zeros_like(self.lengths)  # tokens of each segment's ancestors
-        for ancestor in self.ancestors:
-            has = (ancestor >= 0).nonzero().flatten()
-            lineage[has, ancestor[has]] = True
-            before[has] += self.lengths[ancestor[has]]
-        segment = self.segment_index()
-        position = torch.arange(self.num_tokens)
-        past = position[:, None] >= position[None, :]
-        visible = lineage[segment][:, segment] & (past | (segment[:, None] != segment[None, :]))
-        if window is not None:
-            place = position + (before - self.starts)[segment]  # in the row
-            visible &= place[:, None] - place[None, :] < window
-        return visible
+from zorro_verl.forest import Forest
+from zorro_verl.grouping import Rows, find_prompt_groups, first_rows, ranges
 
 
 class Plan:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from zorro_verl.packing import VarlenCall
+from zorro_verl.forest import VarlenCall
 
 WINDOW_TILE = 128  # queries of a block that are computed at once in a window: their mask has that many rows
 
