@@ -9,7 +9,7 @@ VENV_PYTHON := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup setup-vllm test test-fast test-versions lint format bench demo demo-multinode recipe clean
+.PHONY: help setup setup-vllm test test-fast test-versions lint format bench bench-gpu demo demo-multinode recipe clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 15
@@ -45,6 +45,9 @@ format: setup ## Fix style and formatting
 
 bench: setup ## Measure forward + backward against the plain model (ARGS="--check --json out.json")
 	$(VENV_PYTHON) scripts/bench_cpu.py $(ARGS)
+
+bench-gpu: ## Measure on a GPU with the Python that has torch and transformers (PYTHON=python3 ARGS="--quick")
+	"$(PYTHON)" scripts/bench_gpu.py $(ARGS)
 
 demo: setup ## Train with veRL's own trainer, shared prompts against stock (STEPS=30, BASELINE=0, DEMO_OUT=folder)
 	$(VENV_PYTHON) scripts/demo/run.py $(ARGS)

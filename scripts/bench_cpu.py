@@ -6,28 +6,37 @@
 The baseline is sdpa on the whole batch with the head on response rows only, so what is measured is sharing alone. Both
 sides start from token ids and end with gradients; finding the groups and building the plan is inside the measured time.
 A speed-up is printed only when log-probs and gradients of the two agree on the very batch that is timed. Beside it
-stands the bound: the quotient of the multiplications that the two need (linear layers, attention, head).
+stands the bound: the quotient of the multiplications that the two need (linear layers, attention, head). Memory is what
+one step needs beside weights and gradients; of the plain model's, no more than 1 / (0.8 x token ratio) should be left.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import json
-import os
-import platform
-import shlex
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-import transformers
+from measuring import (
+    Disagreement,
+    Effort,
+    Shape,
+    Timing,
+    agree,
+    clock_for,
+    environment,
+    json_of_own_process,
+    markdown_header,
+    markdown_row,
+    peak_resident,
+    time_interleaved,
+    write_json,
+)
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -50,42 +59,14 @@ CONFIG = Qwen3Config(
 TOLERANCE = 2e-5  # float32: log-probs absolutely, gradients as a share of the largest gradient
 SHARE_OF_BOUND = 0.98  # target where a prompt is shared
 SPEED_ALONE = 0.95  # target where nothing is shared
-NOISY = 1.05  # wall time over CPU time: above it the process had to wait for its core
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One group: a prompt of P tokens with n responses of R tokens each."""
-
-    P: int
-    R: int
-    n: int
-
-    def __str__(self) -> str:
-        return f"{self.P},{self.R},{self.n}"
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        return cls(*map(int, text.split(",")))
-
-    @property
-    def tokens_padded(self) -> int:
-        return self.n * (self.P + self.R)
-
-    @property
-    def tokens_packed(self) -> int:
-        return self.P + self.n * self.R if self.n > 1 else self.P + self.R
-
-    @property
-    def token_ratio(self) -> float:
-        return self.tokens_padded / self.tokens_packed
-
-    def bound(self) -> float:
-        """Multiplications of the plain model over the shared one's."""
-        return flop_bound_speedup(CONFIG, [(self.P, [self.R] * self.n)])
-
+SHARE_OF_TOKEN_RATIO = 0.8  # target of what memory is saved
 
 SHAPES = tuple(map(Shape.parse, ("512,64,8", "1024,128,8", "2048,128,8", "256,256,8", "256,256,1")))
+
+
+def bound(shape: Shape) -> float:
+    """Multiplications of the plain model over the shared one's."""
+    return flop_bound_speedup(CONFIG, [shape.group])
 
 
 class Batch:
@@ -144,21 +125,10 @@ def contestants() -> tuple[Contestant, Contestant]:
     return Contestant("plain", model, plain_log_probs), Contestant("shared", shared, shared_log_probs)
 
 
-class Disagreement(Exception):
-    """The two models do not compute the same thing, so their times cannot be compared."""
-
-
 @dataclass(frozen=True)
 class Difference:
     log_prob: float  # largest absolute difference
     gradient: float  # largest difference over all parameters, as a share of the largest gradient
-
-    def check(self) -> None:
-        if not (self.log_prob <= TOLERANCE and self.gradient <= TOLERANCE):
-            raise Disagreement(
-                f"the models disagree: log-probs by {self.log_prob:.1e}, gradients by {self.gradient:.1e} of the "
-                f"largest (allowed: {TOLERANCE:.0e}); no speed-up is reported"
-            )
 
 
 def difference(plain: Contestant, shared: Contestant, batch: Batch) -> Difference:
@@ -169,63 +139,18 @@ def difference(plain: Contestant, shared: Contestant, batch: Batch) -> Differenc
     return Difference(log_prob, max((a - b).abs().max().item() for a, b in pairs) / largest)
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How often a shape is run: so many rounds, and more until so many seconds have passed (short runs vary most)."""
-
-    rounds: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Medians in seconds. CPU time is what counts when another process took the core (wall is then longer)."""
-
-    wall: float
-    cpu: float
-
-    @classmethod
-    def of(cls, runs: Sequence[tuple[float, float]]) -> Timing:
-        return cls(*(statistics.median(times) for times in zip(*runs, strict=True)))
-
-
-def time_interleaved(both: Sequence[Contestant], batch: Batch, effort: Effort) -> list[Timing]:
-    """One after the other, by turns first: drift of the machine meets both alike."""
-    runs: list[list[tuple[float, float]]] = [[] for _ in both]
-    started = time.perf_counter()
-    for turn in itertools.count():
-        if turn >= effort.rounds and time.perf_counter() - started >= effort.seconds:
-            break
-        order = list(enumerate(both))
-        for index, contestant in order if turn % 2 == 0 else reversed(order):
-            wall, cpu = time.perf_counter(), time.process_time()
-            contestant.step(batch)
-            runs[index].append((time.perf_counter() - wall, time.process_time() - cpu))
-    return [Timing.of(times) for times in runs]
-
-
 def peak_memory(name: str, shape: Shape) -> int | None:
-    """Peak resident bytes above the start of one step, in a process of its own; None where the system has no count."""
-    if not Path("/proc/self/clear_refs").exists():
-        return None
-    command = [sys.executable, __file__, "--peak-memory-of", name, "--shapes", str(shape)]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    """Peak resident bytes of one step above weights and gradients, in a process of its own.
+
+    None where the system has no count.
+    """
+    return json_of_own_process(__file__, "--peak-memory-of", name, "--shapes", shape)
 
 
-def measure_peak_memory(name: str, shape: Shape) -> int:
+def measure_peak_memory(name: str, shape: Shape) -> int | None:
     contestant = next(c for c in contestants() if c.name == name)
-    contestant.step(Batch(Shape(8, 4, 2)))  # what is loaded once is no part of a step
-    contestant.model.zero_grad(set_to_none=True)
-    batch = Batch(shape)
-    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to what is resident now
-    before = status_bytes("VmRSS")
-    contestant.step(batch)
-    return status_bytes("VmHWM") - before
-
-
-def status_bytes(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
+    contestant.step(Batch(Shape(8, 4, 2)))  # what is loaded once is no part of a step, nor are the gradients it leaves
+    return peak_resident(partial(contestant.step, Batch(shape)))
 
 
 @dataclass(frozen=True)
@@ -238,73 +163,78 @@ class Result:
     shared_peak: int | None
 
     @property
-    def noisy(self) -> bool:
-        return any(timing.wall > NOISY * timing.cpu for timing in (self.plain, self.shared))
-
-    @property
     def clock(self) -> str:
-        return "cpu" if self.noisy else "wall"
+        return clock_for((self.plain, self.shared))
 
     @property
     def speed_up(self) -> float:
-        return getattr(self.plain, self.clock) / getattr(self.shared, self.clock)
+        return self.plain.by(self.clock) / self.shared.by(self.clock)
 
     @property
     def share_of_bound(self) -> float:
-        return self.speed_up / self.shape.bound()
+        return self.speed_up / bound(self.shape)
 
     @property
     def on_target(self) -> bool:
         return self.speed_up >= SPEED_ALONE if self.shape.n == 1 else self.share_of_bound >= SHARE_OF_BOUND
 
+    @property
+    def memory_on_target(self) -> bool | None:
+        """None where it was not measured."""
+        if self.plain_peak is None or self.shared_peak is None:
+            return None
+        return self.shared_peak <= self.plain_peak / (SHARE_OF_TOKEN_RATIO * self.shape.token_ratio)
+
     def as_dict(self) -> dict:
         return {
             **asdict(self.shape),
+            "tokens": {"padded": self.shape.tokens_padded, "packed": self.shape.tokens_packed},
             "plain_s": asdict(self.plain),
             "shared_s": asdict(self.shared),
             "clock": self.clock,
             "speed_up": self.speed_up,
             "token_ratio": self.shape.token_ratio,
-            "flop_bound": self.shape.bound(),
+            "flop_bound": bound(self.shape),
             "share_of_bound": self.share_of_bound,
             "on_target": self.on_target,
             "difference": asdict(self.difference),
             "peak_bytes": {"plain": self.plain_peak, "shared": self.shared_peak},
+            "memory_on_target": self.memory_on_target,
         }
 
 
 def measure(both: tuple[Contestant, Contestant], shape: Shape, effort: Effort, memory: bool) -> Result:
     batch = Batch(shape)
     found = difference(*both, batch)  # the warm-up, too
-    found.check()
-    plain, shared = time_interleaved(both, batch, effort)
+    agree({"log-probs": found.log_prob, "gradients": found.gradient}, TOLERANCE)
+    plain, shared = time_interleaved([partial(contestant.step, batch) for contestant in both], effort)
     peaks = [peak_memory(contestant.name, shape) if memory else None for contestant in both]
     return Result(shape, plain, shared, found, *peaks)
 
 
-def hardware() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor()
-    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} thread used"
+def surroundings(effort: Effort) -> dict[str, str]:
+    return environment(
+        "transformers",
+        model=f"Qwen3, {CONFIG.num_hidden_layers} layers, hidden {CONFIG.hidden_size}, float32, random weights",
+        method=f"forward + backward, {effort}",
+    )
 
 
-def environment(effort: Effort) -> dict[str, str]:
-    return {
-        "hardware": hardware(),
-        "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes, at the start)",
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}",
-        "model": f"Qwen3, {CONFIG.num_hidden_layers} layers, hidden {CONFIG.hidden_size}, float32, random weights",
-        "method": f"forward + backward, medians over at least {effort.rounds} interleaved rounds, {effort.seconds:g} s",
-        "command": shlex.join(["python", *sys.argv]),
-    }
-
-
-HEADER = (
-    "| P, R, n | tokens, padded -> packed | ratio | plain s | shared s | speed-up | FLOP bound | of bound "
-    "| peak MiB, plain -> shared | max diff log-prob, gradient | clock | target |\n" + "|---" * 12 + "|"
+VERDICTS = {True: "met", False: "MISSED", None: "-"}
+COLUMNS = (
+    "P, R, n",
+    "tokens, padded -> packed",
+    "ratio",
+    "plain s",
+    "shared s",
+    "speed-up",
+    "FLOP bound",
+    "of bound",
+    "speed target",
+    "peak MiB, plain -> shared",
+    "memory target",
+    "max diff log-prob, gradient",
+    "clock",
 )
 
 
@@ -315,17 +245,18 @@ def table_row(result: Result) -> str:
         f"{shape.P}, {shape.R}, {shape.n}",
         f"{shape.tokens_padded} -> {shape.tokens_packed}",
         f"{shape.token_ratio:.2f}",
-        f"{getattr(result.plain, clock):.3f}",
-        f"{getattr(result.shared, clock):.3f}",
+        f"{result.plain.by(clock):.3f}",
+        f"{result.shared.by(clock):.3f}",
         f"{result.speed_up:.2f}",
-        f"{shape.bound():.2f}",
+        f"{bound(shape):.2f}",
         f"{result.share_of_bound:.0%}",
+        VERDICTS[result.on_target],
         " -> ".join(peaks),
+        VERDICTS[result.memory_on_target],
         f"{result.difference.log_prob:.0e}, {result.difference.gradient:.0e}",
         clock,
-        "met" if result.on_target else "MISSED",
     )
-    return f"| {' | '.join(cells)} |"
+    return markdown_row(cells)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -344,12 +275,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     torch.set_num_threads(1)
     if options.peak_memory_of:
-        print(measure_peak_memory(options.peak_memory_of, *options.shapes))
+        print(json.dumps(measure_peak_memory(options.peak_memory_of, *options.shapes)))
         return 0
     effort = Effort(options.rounds, options.seconds)
-    surroundings = environment(effort)
-    print("\n".join(f"{key}: {value}" for key, value in surroundings.items()), flush=True)
-    print(f"\n{HEADER}", flush=True)
+    start = surroundings(effort)
+    print("\n".join(f"{key}: {value}" for key, value in start.items()), flush=True)
+    print(f"\n{markdown_header(COLUMNS)}", flush=True)
     both = contestants()
     results = []
     for shape in options.shapes:
@@ -359,14 +290,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"P, R, n = {shape}: {error}", file=sys.stderr)
             return 1
         print(table_row(results[-1]), flush=True)
-    if any(result.noisy for result in results):
+    if any(result.clock == "cpu" for result in results):
         print('\nclock "cpu": wall time was over 5 % longer than CPU time there, another process held the core.')
-    report = json.dumps({**surroundings, "results": [result.as_dict() for result in results]}, indent=2)
+    record = {**start, "results": [result.as_dict() for result in results]}
     if options.json:
-        options.json.write_text(report + "\n")
+        write_json(options.json, record)
     else:
-        print(f"\n{report}")
-    return int(options.check and not all(result.on_target for result in results))
+        print(f"\n{json.dumps(record, indent=1)}")
+    missed = any(not result.on_target or result.memory_on_target is False for result in results)
+    return int(options.check and missed)
 
 
 if __name__ == "__main__":

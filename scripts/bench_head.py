@@ -12,11 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,12 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from measuring import Disagreement, agree, environment, json_of_own_process, peak_resident, write_json
 from torch import Tensor
 
 from zorro_verl.log_probs import CHUNK_BYTES, LOGITS_OPTIMIZATIONS, log_probs_from_hidden, log_probs_from_logits
 
 TOLERANCE = 2e-5  # float32: values absolutely, gradients as a share of the largest gradient
-HIGH_WATER_MARK = Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
@@ -71,32 +67,25 @@ def measure(mode: str, head: Head, rounds: int, results: Path | None) -> Measure
     """In this process, which has to be a fresh one: memory that was used before hides what a step needs."""
     step(mode, *Head(2, 4, 8).inputs())  # what is loaded once is no part of a step
     inputs = head.inputs()
-    countable = HIGH_WATER_MARK.exists()
-    if countable:
-        HIGH_WATER_MARK.write_text("5")  # sets the mark back to what is resident now
-        before = status_bytes("VmRSS")
-    seconds = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        values = step(mode, *inputs)
-        seconds.append(time.perf_counter() - started)
-    peak = status_bytes("VmHWM") - before if countable else None
+    seconds, values = [], ()
+
+    def steps() -> None:
+        nonlocal values
+        for _ in range(rounds):
+            started = time.perf_counter()
+            values = step(mode, *inputs)
+            seconds.append(time.perf_counter() - started)
+
+    peak = peak_resident(steps)
     if results is not None:
         torch.save([*values, inputs[0].grad, inputs[1].grad], results)
     return Measurement(statistics.median(seconds), peak)
 
 
-def status_bytes(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
 def in_own_process(mode: str, options: argparse.Namespace, results: Path) -> Measurement:
     sizes = {"--rows": options.rows, "--hidden": options.hidden, "--vocabulary": options.vocabulary}
     sizes |= {"--rounds": options.rounds, "--measure": mode, "--results": results}
-    command = [sys.executable, __file__, *(str(word) for pair in sizes.items() for word in pair)]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return Measurement(**json.loads(output))
+    return Measurement(**json_of_own_process(__file__, *(word for pair in sizes.items() for word in pair)))
 
 
 def differences(expected: Path, got: Path) -> list[float]:
@@ -125,35 +114,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.measure:
         print(json.dumps(asdict(measure(options.measure, head, options.rounds, options.results))))
         return 0
-    from bench_cpu import hardware  # with transformers, which the measured processes do without
-
-    surroundings = {
-        "hardware": hardware(),
-        "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes, at the start)",
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
-        "head": f"{head.rows} response tokens, hidden {head.hidden}, vocabulary {head.vocabulary}, float32",
-        "logits": f"{4 * head.rows * head.vocabulary / 2**20:.0f} MiB, a chunk {CHUNK_BYTES / 2**20:.0f} MiB, "
+    start = environment(
+        head=f"{head.rows} response tokens, hidden {head.hidden}, vocabulary {head.vocabulary}, float32",
+        logits=f"{4 * head.rows * head.vocabulary / 2**20:.0f} MiB, a chunk {CHUNK_BYTES / 2**20:.0f} MiB, "
         f"the weight's gradient {4 * head.hidden * head.vocabulary / 2**20:.0f} MiB",
-        "command": shlex.join(["python", *sys.argv]),
-    }
+    )
     found, worst = {}, 0.0
     with tempfile.TemporaryDirectory() as folder:
         files = {mode: Path(folder, mode) for mode in LOGITS_OPTIMIZATIONS}
         for mode, file in files.items():
             found[mode] = in_own_process(mode, options, file)
             worst = max(worst, *differences(files["none"], file))
-    if not worst <= TOLERANCE:
-        print(f"the modes disagree by {worst:.1e} (allowed: {TOLERANCE:.0e}); nothing is reported", file=sys.stderr)
+    try:
+        agree({"values and gradients of the modes": worst}, TOLERANCE)
+    except Disagreement as error:
+        print(error, file=sys.stderr)
         return 1
-    print("\n".join(f"{key}: {value}" for key, value in surroundings.items()))
+    print("\n".join(f"{key}: {value}" for key, value in start.items()))
     print(f"largest difference of values and gradients: {worst:.0e}\n")
     print("| logits_optimization | peak MiB | seconds |\n|---|---|---|")
     for mode, m in found.items():
         peak = "-" if m.peak_bytes is None else f"{m.peak_bytes / 2**20:.0f}"
         print(f"| {mode} | {peak} | {m.seconds:.2f} |")
     if options.json:
-        report = {**surroundings, "difference": worst, "modes": {mode: asdict(m) for mode, m in found.items()}}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        modes = {mode: asdict(m) for mode, m in found.items()}
+        write_json(options.json, {**start, "difference": worst, "modes": modes})
     return 0
 
 

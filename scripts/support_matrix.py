@@ -20,7 +20,7 @@ from pathlib import Path
 import tiny_models
 import torch
 import transformers
-from bench_cpu import hardware
+from measuring import hardware
 
 from zorro_verl.checkpoint import quiet_loading
 from zorro_verl.families import SUPPORTED_MODEL_TYPES

@@ -32,12 +32,12 @@ def test_the_bound_counts_linear_layers_attention_and_head(bench):
     attention, head = 4 * 4 * 256, 2 * 256 * 2048 * 2
     padded = 4 * linear + 6 * attention + head  # tokens P a, P b; pairs PP aP aa, twice
     packed = 3 * linear + 5 * attention + head  # tokens P a b; pairs PP aP aa bP bb
-    assert shape.bound() == pytest.approx(padded / packed)
+    assert bench.bound(shape) == pytest.approx(padded / packed)
     assert shape.token_ratio == 4 / 3
 
 
 def test_nothing_shared_means_a_bound_of_one(bench):
-    assert bench.Shape(256, 256, 1).bound() == 1
+    assert bench.bound(bench.Shape(256, 256, 1)) == 1
     assert bench.Shape(256, 256, 1).token_ratio == 1
 
 
@@ -51,6 +51,7 @@ def test_the_report(bench, tmp_path, capsys):
     )
     report = json.loads(path.read_text())
     assert [(r["P"], r["R"], r["n"]) for r in report["results"]] == [(24, 6, 4), (10, 5, 1)]
+    assert {r["memory_on_target"] for r in report["results"]} == {None}
     for key in ("hardware", "versions", "command", "load"):
         assert report[key]
     for result in report["results"]:
@@ -74,7 +75,7 @@ def test_models_that_disagree_get_no_speed_up(bench, tmp_path, capsys, monkeypat
         bench.main(["--shapes", "24,6,4", "--rounds", "1", "--seconds", "0", "--no-memory", "--json", str(path)]) == 1
     )
     captured = capsys.readouterr()
-    assert "the models disagree" in captured.err
+    assert "the results disagree: log-probs by" in captured.err
     assert "24, 6, 4" not in captured.out
     assert not path.exists()
 
@@ -92,3 +93,12 @@ def test_a_missed_target_fails_only_when_checked(bench):
     slow = bench.Result(bench.Shape(512, 64, 8), bench.Timing(1, 1), bench.Timing(1, 1), same, None, None)
     fast = bench.Result(bench.Shape(512, 64, 8), bench.Timing(4, 4), bench.Timing(1, 1), same, None, None)
     assert (slow.on_target, fast.on_target) == (False, True)
+
+
+@pytest.mark.parametrize(("peak", "verdict"), [(277, True), (279, False), (None, None)])
+def test_the_memory_target_is_the_baseline_over_most_of_the_token_ratio(bench, peak, verdict):
+    """4.5 times fewer tokens: of 1000 bytes, 1000 / (0.8 x 4.5) = 277.8 may be left."""
+    same, timing = bench.Difference(0.0, 0.0), bench.Timing(1, 1)
+    result = bench.Result(bench.Shape(512, 64, 8), timing, timing, same, 1000, peak)
+    assert result.memory_on_target is verdict
+    assert result.as_dict()["memory_on_target"] is verdict

@@ -21,7 +21,7 @@ from zorro_verl.families import HYBRID_TYPES, SUPPORTED_MODEL_TYPES, check_suppo
 from zorro_verl.heads import SharedPrompt
 from zorro_verl.layer_call import SharedCall
 from zorro_verl.linear_attention import LinearPlan
-from zorro_verl.mixers import linear_layers, shared_mixer_of
+from zorro_verl.mixers import _running, linear_layers, shared_mixer_of
 from zorro_verl.models import install, position_axes, seam_of, uninstall
 from zorro_verl.packing import build_plan
 
@@ -425,11 +425,11 @@ def test_stock_calls_are_the_plain_model_bit_for_bit(name):
 
 def test_a_layer_that_fails_leaves_no_plan_behind():
     model = installed(plain_model("qwen3_next"))
-    layer, mixer = linear_layers(model)[0]
+    _, mixer = linear_layers(model)[0]
     mixer.in_proj_ba.weight.data = mixer.in_proj_ba.weight.data[:, :-1]
     with pytest.raises(RuntimeError):
         shared_call(model, ROWS)
-    assert not shared_mixer_of(layer).calls
+    assert _running.call is None
 
 
 def test_packed_sequences_without_a_plan_need_the_packages():
@@ -697,10 +697,10 @@ def test_one_linear_plan_serves_all_layers_of_a_call(monkeypatch, way):
             built.append(args)
             super().__init__(*args)
 
-    monkeypatch.setattr("zorro_verl.layer_call.LinearPlan", Counted)
+    monkeypatch.setattr("zorro_verl.mixers.LinearPlan", Counted)
     model = installed(plain_model("qwen3_next"), linear_attention=way)
     assert len(linear_layers(model)) == 2
     shared_call(model, ROWS)
-    ((plan, asked, varlen),) = built
+    ((plan, asked, varlen, width),) = built
     assert plan.num_row_tokens == sum(len(p) + len(r) for p, r in ROWS)
-    assert (asked, varlen) == (way, False)
+    assert (asked, varlen, width) == (way, False, 4)

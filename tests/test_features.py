@@ -203,7 +203,7 @@ WITHOUT_EFFECT = [
     ),
     option(
         "actor.entropy_from_logits_chunk_size",
-        "chunks have 64 MiB",
+        "chunks have 64 MiB on a CPU, 512 MiB elsewhere",
         "no effect",
         engine={"entropy_from_logits_chunk_size": 3, "entropy_from_logits_with_chunking": True},
     ),

@@ -230,7 +230,7 @@ def assert_conv_is_exact(plan, width, seed=0):
     paths, names = paths_of(plan), ("x", "weight", "bias")
     expected = with_gradients([conv(x[:, :, path]) for path in paths], (x, weight, bias))
     calls.clear()
-    out = causal_conv(conv, x, width, LinearPlan(plan))
+    out = causal_conv(conv, x, width, LinearPlan(plan, width=width))
     assert len(calls) == 1
     assert out.shape == x.shape
     assert_same(expected, with_gradients([out[:, :, path] for path in paths], (x, weight, bias)), 1e-10, names)
@@ -242,18 +242,18 @@ def test_conv_equals_every_row_alone(width):
     assert_conv_is_exact(plan_of(RAGGED), width)
 
 
-def test_conv_of_several_widths_from_one_plan():
-    """Index tensors are kept per width, and are built once."""
+def test_a_plan_serves_convolutions_up_to_its_width():
     plan = plan_of([(3, [2, 1, 4]), (1, [5])])
     x = torch.randn(1, CHANNELS, plan.num_tokens, dtype=torch.float64)
-    shared = LinearPlan(plan)
-    for width in (4, 2, 4):
+    shared = LinearPlan(plan, width=4)
+    for width in (4, 2, 1):
         taps = torch.ones(CHANNELS, 1, width, dtype=torch.float64)
         conv = lambda x: conv1d(pad(x, (width - 1, 0)), taps, groups=CHANNELS)  # noqa: B023, E731
         out = causal_conv(conv, x, width, shared)
         for path in paths_of(plan):
             assert torch.allclose(out[:, :, path], conv(x[:, :, path]), atol=1e-12, rtol=0)
-    assert shared._window_index(4) is shared._window_index(4)
+    with pytest.raises(ValueError, match="width: expected at most the plan's 4, got 5"):
+        causal_conv(conv, x, 5, shared)
 
 
 # Two roots, one of them empty; empty segments in the middle, at the end, and above segments of several depths.
@@ -326,6 +326,37 @@ def test_calls_of_fork(varlen):
             ], "views of the packed row"
     else:
         assert [call.inputs[0].shape[:2] for call in spy.calls] == [(2, 7), (2, 3)]
+
+
+def many_groups(seed):
+    """Ragged: empty and one-token responses, rows that are alone, groups of all sizes."""
+    rng = random.Random(seed)
+    return [(rng.randint(1, 20), [rng.choice([0, 1, 2, 9]) for _ in range(rng.randint(1, 6))]) for _ in range(6)]
+
+
+MANY = {
+    "ragged": many_groups(0),
+    "all-but-one-empty": [(3, [0, 0]) for _ in range(8)] + [(4, [0, 5]), (2, [0])],
+    "alone-and-shared": [*((n + 1, [n]) for n in range(9)), (5, [2, 2]), (1, [1, 0, 3])],
+    "all-empty": [(n + 1, [0, 0, 0]) for n in range(9)],
+    "all-alone": [(n + 1, [n]) for n in range(9)],
+}
+
+
+@pytest.mark.parametrize(("mode", "varlen"), WAYS)
+@pytest.mark.parametrize("groups", MANY)
+def test_a_layer_calls_each_kernel_as_often_for_many_groups_as_for_one(groups, mode, varlen):
+    """The convolution once; the rule once, and in fork mode once more where responses have tokens."""
+    plan = plan_of(MANY[groups])
+    spy, inputs, linear_plan, convolved = Spy(varlen), rule_inputs(plan), LinearPlan(plan, mode, varlen), []
+    gated_delta_rule(spy, *inputs, linear_plan, use_qk_l2norm_in_kernel=True)
+    follows = any(len(responses) > 1 and any(responses) for _, responses in MANY[groups])
+    assert len(spy.calls) == (2 if mode == "fork" and follows else 1)
+    scanned = plan.num_row_tokens if mode == "expand" and follows else plan.num_tokens
+    if varlen:
+        assert sum(call.inputs[0].shape[1] for call in spy.calls) == scanned, "each token as often as it has to be"
+    causal_conv(lambda x: convolved.append(x.shape) or x, torch.ones(1, CHANNELS, plan.num_tokens), 4, linear_plan)
+    assert len(convolved) == 1
 
 
 @pytest.mark.parametrize("mode", ["expand", "fork"])
@@ -448,7 +479,7 @@ def test_layers_never_read_a_value_back(mode, varlen):
     assert gated_delta_rule(rule, *inputs, linear_plan).shape == inputs[2].shape
     x = torch.zeros(1, CHANNELS, plan.num_tokens, device="meta")
     assert causal_conv(lambda x: x * 2, x, 4, linear_plan).shape == x.shape
-    indices = [*linear_plan._window_index(4), *(step.parents for step in linear_plan._rounds[1:])]
+    indices = [linear_plan._window_index, linear_plan._own_index, *(step.parents for step in linear_plan._rounds[1:])]
     assert {index.device.type for index in indices} == {"meta"}
 
 

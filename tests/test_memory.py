@@ -124,8 +124,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_as_predicted(case, monkeypatch):
     """Two to three chunks of the head in the chunked modes."""
-    for module in (log_probs, memory):
-        monkeypatch.setattr(module, "CHUNK_BYTES", 4 << 20)
+    monkeypatch.setattr(log_probs, "CHUNK_BYTES", 4 << 20)
+    monkeypatch.setattr(memory, "ACCELERATOR_CHUNK_BYTES", 4 << 20)
     sizes, groups, options = CASES[case]
     peak, formula = measured(sizes, groups, **options), predicted(sizes, groups, **options).peak
     assert formula == pytest.approx(peak, rel=TOLERANCE), f"measured {peak}, predicted {formula}: {formula / peak:.3f}"

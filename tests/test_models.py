@@ -928,14 +928,17 @@ def test_positions_that_depend_on_the_batch_are_refused(rope_type):
     [
         ("flash", "cuda", "attn_implementation: expected one of.*'flash'"),
         ("flash_attention_2", "cpu", "attn_implementation=flash_attention_2.*cuda.*cpu.*sdpa"),
-        ("flash_attention_3", "cpu", "attn_implementation=flash_attention_3.*no adapter.*sdpa"),
+        ("flash_attention_3", "cpu", "attn_implementation=flash_attention_3.*cuda.*cpu.*sdpa"),
+        ("flash_attention_4", "meta", "attn_implementation=flash_attention_4.*cuda.*meta.*sdpa"),
         ("flash_attention_2", "cuda", "attn_implementation=flash_attention_2.*pip install flash-attn"),
-        ("flash_attention_3", "cuda", "attn_implementation=flash_attention_3"),
+        ("flash_attention_3", "cuda", "attn_implementation=flash_attention_3.*hopper"),
+        ("flash_attention_4", "cuda", "attn_implementation=flash_attention_4.*pip install --pre flash-attn-4"),
         ("sdpa", "npu", "attn_implementation=sdpa.*npu.*eager"),
     ],
 )
 def test_attention_that_cannot_run_is_refused(monkeypatch, name, device, message):
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    for package in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=message):
         resolve_kernels(name, device)
 

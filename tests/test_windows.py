@@ -5,8 +5,6 @@ forests over several segments, empty ones among them.
 """
 
 import random
-import sys
-import types
 from functools import partial
 
 import pytest
@@ -21,7 +19,7 @@ from zorro_verl.attention import plan_attention, reference_attention, window_att
 from zorro_verl.forest import Forest
 from zorro_verl.grouping import Rows, exclusive_cumsum
 from zorro_verl.packing import build_plan
-from zorro_verl.varlen import CpuKernels, FlashAttention2Kernels, TorchVarlenKernels
+from zorro_verl.varlen import CpuKernels
 
 SCALE = 0.4
 HEAD_DIM = 8
@@ -396,131 +394,6 @@ def test_long_rows_cost_what_their_window_does(monkeypatch):
     tokens = 6800 + 2 * (window - 1)
     assert largest.numel <= max(tokens * HEAD_DIM, 256 * (256 + window))
     assert largest.pairs <= tokens * (256 + window)
-
-
-# The kernels for CUDA, with what flash attention computes emulated from its arguments.
-
-
-def blocks_of(cu_q, cu_k, max_q, max_k, causal, left, right):
-    """Bounds and mask of each block: a query's own key is aligned to the bottom right."""
-    assert cu_q.dtype == cu_k.dtype == torch.int32
-    assert max_q == cu_q.diff().max()
-    assert max_k == cu_k.diff().max()
-    assert (left, right) == (-1, -1) or (causal and right == 0)
-    for q0, q1, k0, k1 in zip(*(x.tolist() for x in (cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:])), strict=True):
-        own = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
-        key = torch.arange(k1 - k0)[None, :]
-        seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool)
-        if causal or right == 0:
-            seen &= key <= own
-        if left >= 0:
-            seen &= key >= own - left
-        yield slice(q0, q1), slice(k0, k1), seen
-
-
-def scores_of(q, k, seen, scale):
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    return (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~seen, -torch.inf)
-
-
-def flash_forward(q, k, v, blocks, scale):
-    out, lse = torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), torch.inf)
-    for queries, keys, seen in blocks:
-        scores = scores_of(q[queries], k[keys], seen, scale)
-        if scores.numel():
-            values = v[keys].repeat_interleave(q.shape[1] // v.shape[1], 1)
-            out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-            lse[:, queries] = scores.logsumexp(-1)
-    return out, lse
-
-
-def flash_backward(grad, q, k, v, out, lse, blocks, scale):
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    repeats = q.shape[1] // k.shape[1]
-    for queries, keys, seen in blocks:
-        weights = (scores_of(q[queries], k[keys], seen, scale) - lse[:, queries, None]).exp()
-        g = grad[queries]
-        values = v[keys].repeat_interleave(repeats, 1)
-        inner = torch.einsum("qhd,khd->hqk", g, values) - (g * out[queries]).sum(-1).T[..., None]
-        inner = inner * weights * scale
-        dq[queries] = torch.einsum("hqk,khd->qhd", inner, k[keys].repeat_interleave(repeats, 1))
-        fold = lambda x: x.unflatten(1, (-1, repeats)).sum(2)  # noqa: E731
-        dk[keys] = fold(torch.einsum("hqk,qhd->khd", inner, q[queries]))
-        dv[keys] = fold(torch.einsum("hqk,qhd->khd", weights, g))
-    return dq, dk, dv
-
-
-def emulate_torch(monkeypatch):
-    """The positional arguments and keywords of torch 2.13's operators."""
-
-    def forward(
-        q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, window_size_left, window_size_right
-    ):
-        assert (dropout, debug) == (0.0, False)
-        blocks = blocks_of(cu_q, cu_k, max_q, max_k, causal, window_size_left, window_size_right)
-        return (*flash_forward(q, k, v, blocks, scale), None, None, None)
-
-    def backward(
-        grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng_state, unused, *, scale,
-        window_size_left, window_size_right,
-    ):  # fmt: skip
-        assert dropout == 0.0
-        blocks = blocks_of(cu_q, cu_k, max_q, max_k, causal, window_size_left, window_size_right)
-        return flash_backward(grad, q, k, v, out, lse, blocks, scale)
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
-
-
-def emulate_flash_attn(monkeypatch):
-    """The arguments of flash-attn 2.7 and later."""
-
-    def forward(
-        q, k, v, cu_q, cu_k, max_q, max_k, *, dropout_p, softmax_scale, causal, window_size_left, window_size_right
-    ):  # fmt: skip
-        assert dropout_p == 0.0
-        blocks = blocks_of(cu_q, cu_k, max_q, max_k, causal, window_size_left, window_size_right)
-        return (*flash_forward(q, k, v, blocks, softmax_scale), None, None)
-
-    def backward(
-        grad, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, max_q, max_k, *, dropout_p, softmax_scale, causal,
-        window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
-    ):  # fmt: skip
-        assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
-        blocks = blocks_of(cu_q, cu_k, max_q, max_k, causal, window_size_left, window_size_right)
-        for written, gradient in zip(
-            (dq, dk, dv), flash_backward(grad, q, k, v, out, lse, blocks, softmax_scale), strict=True
-        ):
-            written.copy_(gradient)
-
-    package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
-    interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward = forward, backward
-    package.flash_attn_interface = interface
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
-
-
-@pytest.mark.parametrize(
-    ("kernels", "emulate"),
-    [(TorchVarlenKernels(), emulate_torch), (FlashAttention2Kernels(), emulate_flash_attn)],
-    ids=["torch", "flash-attn"],
-)
-@pytest.mark.parametrize("window", [None, 1, 2, 4, 17])
-@pytest.mark.parametrize("split", [True, False])
-def test_what_is_asked_of_flash_attention(kernels, emulate, window, split, monkeypatch):
-    plan = plan_of(GROUPS)
-    values, weights = draw(plan.num_tokens, (4, 2))
-    attend = partial(plan_attention, plan=plan, scale=SCALE, split=split, window=window)
-    expected = results(values, weights, partial(attend, kernels=KERNELS))
-    emulate(monkeypatch)
-    assert_same(expected, results(values, weights, partial(attend, kernels=kernels)))
-
-
-@pytest.mark.parametrize("name", ["_flash_attention_forward", "_flash_attention_backward"])
-def test_torch_takes_what_is_asked(name):
-    """The emulation stands for operators whose windows have these names."""
-    arguments = [x.name for x in getattr(torch.ops.aten, name).default._schema.arguments if x.kwarg_only]
-    assert {"scale", "window_size_left", "window_size_right"} <= set(arguments)
 
 
 # Mutants: the comparison above must tell each of these from the real thing.

@@ -22,8 +22,8 @@ from zorro_verl.distillation import TaughtPrompt, is_taught
 from zorro_verl.engine import SharedEngine, packed_inputs
 from zorro_verl.grouping import Rows
 from zorro_verl.heads import SharedPrompt
-from zorro_verl.media import Media
 from zorro_verl.packing import Plan, build_plan
+from zorro_verl.padded_batch import PaddedBatch
 from zorro_verl.sequence_parallel import Slices
 
 
@@ -83,12 +83,12 @@ class DeduplicatedActor(DataProtoActor, SharedEngine, FSDPEngineWithLMHead):
         return self._scoring(rows, plan, micro_batch["temperature"], *wanted, tokens=tokens, kind=kind)
 
     def pack(
-        self, rows: Rows, media: Media, temperature: float | Tensor, calculate_entropy: bool
+        self, read: PaddedBatch, temperature: float | Tensor, calculate_entropy: bool
     ) -> tuple[dict[str, Any], Plan]:
-        """What the model is called with to score ``rows``, and their plan."""
-        plan = build_plan(rows)
-        request = self._scoring(rows, plan, temperature, calculate_entropy)
-        return packed_inputs(rows, media, plan) | {"zorro": request}, plan
+        """What the model is called with to score a batch's rows, and their plan."""
+        plan = build_plan(read.rows, torch.tensor(read.groups.group_index))
+        request = self._scoring(read.rows, plan, temperature, calculate_entropy)
+        return packed_inputs(read.rows, read.media, plan) | {"zorro": request}, plan
 
     def _scoring(
         self,

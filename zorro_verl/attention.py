@@ -23,11 +23,15 @@ A sliding window of 3 tokens leaves of a's and b's sight of P a part that is no 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zorro_verl.forest import Forest
+from zorro_verl.attention_kernels import resolve_kernels
+from zorro_verl.forest import Forest, VarlenCall
+from zorro_verl.merge import merge_
 from zorro_verl.packing import Plan
 from zorro_verl.varlen import Kernels
 
@@ -49,8 +53,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale:
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     scores = scores.masked_fill(~visible, -torch.inf)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1, dtype=dtype).to(q.dtype), v)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1, dtype=_precision(q)).to(q.dtype), v)
 
 
 def split_attention(q: Tensor, k: Tensor, v: Tensor, forest: Forest, scale: float, kernels: Kernels) -> Tensor:
@@ -65,52 +68,7 @@ def split_attention(q: Tensor, k: Tensor, v: Tensor, forest: Forest, scale: floa
     Returns:
         ``(T, Hq, D)`` of q's dtype. Partial results are merged in float32 (float64 for float64 inputs).
     """
-    return _SplitAttention.apply(q, k, v, forest, scale, kernels)
-
-
-class _SplitAttention(torch.autograd.Function):
-    """Owns its backward: autograd through the kernels' log-sum-exp would drop that gradient without a word."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, forest, scale, kernels):
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse = kernels.forward(q, k, v, forest.self_call, scale)
-        if forest.cross_calls:
-            out = out.to(lse.dtype)
-            for call in forest.cross_calls:
-                first, keys = call.query_start, call.num_keys
-                part, part_lse = kernels.forward(q[first:], k[:keys], v[:keys], call, scale)
-                _merge_(out[first:], lse[:, first:], part, part_lse)
-            out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.forest, ctx.scale, ctx.kernels = forest, scale, kernels
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        q, k, v, out, lse = ctx.saved_tensors
-        forest, scale, kernels = ctx.forest, ctx.scale, ctx.kernels
-        grad = grad.contiguous()
-        dq, dk, dv = kernels.backward(grad, q, k, v, out, lse, forest.self_call, scale)
-        if forest.cross_calls:
-            dq, dk, dv = (g.to(lse.dtype) for g in (dq, dk, dv))
-            for call in forest.cross_calls:
-                first, keys = call.query_start, call.num_keys
-                part = kernels.backward(
-                    grad[first:], q[first:], k[:keys], v[:keys], out[first:], lse[:, first:], call, scale
-                )
-                for total, piece in zip((dq[first:], dk[:keys], dv[:keys]), part, strict=True):
-                    total += piece
-            dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-        return dq, dk, dv, None, None, None
-
-
-def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Fold ``(part, part_lse)`` into ``(out, lse)`` in place."""
-    # The two weights exp(L_i - L) add up to one, and the second is a sigmoid: one pass over the outputs.
-    out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).T[..., None])
-    lse.copy_(torch.logaddexp(lse, part_lse))
+    return _attend(q, k, v, forest.calls(None), scale, kernels)
 
 
 def window_attention(
@@ -129,30 +87,145 @@ def window_attention(
         ``(T, Hq, D)`` of q's dtype. Copies of K and V, one for each segment that sees them, live within the forward
         and within the backward only; their gradients are summed in float32 (float64 for float64 inputs).
     """
-    return _WindowAttention.apply(q, k, v, forest.window_call(window), scale, kernels)
+    return _attend(q, k, v, forest.calls(window), scale, kernels)
 
 
-class _WindowAttention(torch.autograd.Function):
-    """Owns its backward, to gather keys and values anew there: autograd would keep the copies from the forward."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, calls: Sequence[VarlenCall], scale: float, kernels: Kernels) -> Tensor:
+    if torch.compiler.is_compiling():
+        tables = [tensor for call in calls for tensor in call.tensors]
+        return _attention_op(q.contiguous(), k.contiguous(), v.contiguous(), tables, scale, kernels.name)[0]
+    return _Attention.apply(q, k, v, calls, scale, kernels)
+
+
+class _Attention(torch.autograd.Function):
+    """Owns its backward: autograd through the kernels' log-sum-exp would drop that gradient without a word."""
 
     @staticmethod
-    def forward(ctx, q, k, v, call, scale, kernels):
+    def forward(ctx, q, k, v, calls, scale, kernels):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse = kernels.forward(q, k[call.key_index], v[call.key_index], call, scale)
+        out, lse = _forward(q, k, v, calls, scale, kernels)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call, ctx.scale, ctx.kernels = call, scale, kernels
+        ctx.settings = calls, scale, kernels
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, k, v, out, lse = ctx.saved_tensors
-        call, index = ctx.call, ctx.call.key_index
-        dq, *copies = ctx.kernels.backward(grad.contiguous(), q, k[index], v[index], out, lse, call, ctx.scale)
-        dk, dv = (torch.zeros(k.shape, dtype=lse.dtype, device=k.device) for _ in copies)
-        for total, copy in zip((dk, dv), copies, strict=True):
-            total.index_add_(0, index, copy.to(lse.dtype))
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return *_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.settings), None, None, None
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, calls: Sequence[VarlenCall], scale: float, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
+    """``out`` ``(T, Hq, D)`` and ``lse`` ``(Hq, T)`` over all calls, of which the first has every query."""
+    own, *others = calls
+    out, lse = kernels.forward(q, own.keys(k), own.keys(v), own, scale)
+    if others:
+        first = others[0].query_start
+        # Merged in place, and so rounded after each call: for more than one, in the precision of the sums.
+        total = out[first:] if len(others) == 1 else out[first:].to(lse.dtype)
+        for call in others:
+            part = kernels.forward(q[call.query_start :], call.keys(k), call.keys(v), call, scale)
+            merge_(total[call.query_start - first :], lse[:, call.query_start :], *part)
+        if len(others) > 1:
+            out[first:] = total
+    return out, lse
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    calls: Sequence[VarlenCall],
+    scale: float,
+    kernels: Kernels,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dq, dk, dv``, given the merged ``out`` and ``lse``."""
+    own, *others = calls
+    # Two terms are added in float32 and rounded once, whatever their dtype is; more are summed in that of the lse.
+    sums = lse.dtype if len(others) > 1 else None
+    dq, dk, dv = kernels.backward(grad, q, own.keys(k), own.keys(v), out, lse, own, scale)
+    dk, dv = (own.sum_keys(x, k.shape[0], lse.dtype) for x in (dk, dv))
+    dq, dk, dv = (x.to(sums or x.dtype) for x in (dq, dk, dv))
+    for call in others:
+        first, keys = call.query_start, call.num_keys
+        part = kernels.backward(
+            grad[first:], q[first:], call.keys(k), call.keys(v), out[first:], lse[:, first:], call, scale
+        )
+        for total, piece in zip((dq[first:], dk[:keys], dv[:keys]), part, strict=True):
+            total += piece
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+# What a compiled layer calls instead, as one node of its graph. A call's numbers ride in tensors: as Python numbers
+# they would be constants of the graph, which every batch would compile anew.
+
+
+@torch.library.custom_op("zorro_verl::attention", mutates_args=())
+def _attention_op(
+    q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, kernels: str
+) -> tuple[Tensor, Tensor]:
+    return _forward(q, k, v, VarlenCall.from_tensors(tables), scale, resolve_kernels(kernels, q.device.type))
+
+
+@torch.library.custom_op("zorro_verl::attention_backward", mutates_args=())
+def _attention_backward_op(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tables: list[Tensor],
+    scale: float,
+    kernels: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    calls = VarlenCall.from_tensors(tables)
+    return _backward(grad, q, k, v, out, lse, calls, scale, resolve_kernels(kernels, q.device.type))
+
+
+@_attention_op.register_fake
+def _(q, k, v, tables, scale, kernels):
+    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=_precision(q))
+
+
+@_attention_backward_op.register_fake
+def _(grad, q, k, v, out, lse, tables, scale, kernels):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, tables, ctx.scale, ctx.kernels = inputs
+    ctx.save_for_backward(q, k, v, *output, *tables)
+
+
+def _differentiate(ctx, grad, _):
+    q, k, v, out, lse, *tables = ctx.saved_tensors
+    grads = _attention_backward_op(grad.contiguous(), q, k, v, out, lse, tables, ctx.scale, ctx.kernels)
+    return *grads, [None] * len(tables), None, None
+
+
+_attention_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def _precision(x: Tensor) -> torch.dtype:
+    """Of softmax and sums."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def prepare_attention(plan: Plan, kernels: Kernels | None, split: bool, windows: Iterable[int | None]) -> None:
+    """Build what `plan_attention` reads of a plan, for layers with these windows: once, before the first of them."""
+    if not split:
+        _, plan = plan.unpack_index, plan.unshared  # the index takes values there
+    for window in windows:
+        window = _reach(plan, window)
+        if kernels is not None:
+            plan.forest.calls(window)
+        elif plan.num_tokens <= MAX_REFERENCE_TOKENS:
+            plan.dense_mask(window)
 
 
 def plan_attention(
@@ -179,23 +252,25 @@ def plan_attention(
     Raises:
         ValueError: a window below 1, or the dense reference on more than `MAX_REFERENCE_TOKENS` tokens.
     """
-    if window is not None and window < 1:
-        raise ValueError(
-            f"sliding_window: expected None or at least 1 token, got {window}; set it in the model's config"
-        )
-    if window is not None and plan.longest_row <= window:
-        window = None
     if not split:
         rows = plan.unshared
         q, k, v = (plan.unpack(x, 0) for x in (q, k, v))
         return plan.pack(plan_attention(q, k, v, rows, scale, kernels, window=window), 0)
-    if kernels is not None and window is not None:
-        return window_attention(q, k, v, plan.forest, window, scale, kernels)
+    window = _reach(plan, window)
     if kernels is not None:
-        return split_attention(q, k, v, plan.forest, scale, kernels)
+        return _attend(q, k, v, plan.forest.calls(window), scale, kernels)
     if plan.num_tokens > MAX_REFERENCE_TOKENS:
         raise ValueError(
             f"attn_implementation=eager: expected at most {MAX_REFERENCE_TOKENS} packed tokens (it builds a dense "
             f"mask), got {plan.num_tokens}; use attn_implementation=sdpa or a smaller token budget"
         )
     return reference_attention(q, k, v, plan.dense_mask(window), scale)
+
+
+def _reach(plan: Plan, window: int | None) -> int | None:
+    """None for a window that holds every row."""
+    if window is not None and window < 1:
+        raise ValueError(
+            f"sliding_window: expected None or at least 1 token, got {window}; set it in the model's config"
+        )
+    return None if window is None or plan.longest_row <= window else window

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 
 import torch
 from torch import Tensor
 
-from zorro_verl.varlen import CpuKernels, FlashAttention2Kernels, Kernels, TorchVarlenKernels
+from zorro_verl.flash_kernels import (
+    FlashAttention2Kernels,
+    FlashAttention3Kernels,
+    FlashAttention4Kernels,
+    FlashKernels,
+    TorchVarlenKernels,
+)
+from zorro_verl.varlen import CpuKernels, Kernels
 
-ATTENTION_IMPLEMENTATIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3")
+PACKAGES = (FlashAttention2Kernels, FlashAttention3Kernels, FlashAttention4Kernels)
+ATTENTION_IMPLEMENTATIONS = ("auto", "eager", "sdpa", *(kernels.name for kernels in PACKAGES))
 
 
+@functools.cache  # a package is looked at once; the kernels hold no state
 def resolve_kernels(attn_implementation: str, device: str) -> Kernels | None:
     """The kernels behind an attention name on a device type; None is the dense reference.
 
@@ -31,21 +40,23 @@ def resolve_kernels(attn_implementation: str, device: str) -> Kernels | None:
     if attn_implementation == "sdpa":
         if device not in ("cpu", "cuda", "meta"):
             raise ValueError(f"attn_implementation=sdpa: expected a cpu or cuda device, got {device}; use eager")
+        if device == "cuda":
+            _check_architecture(TorchVarlenKernels)
         return _SdpaKernels()
-    if attn_implementation == "flash_attention_3":
-        raise ValueError(
-            "attn_implementation=flash_attention_3: this version has no adapter for it; use sdpa, or "
-            "flash_attention_2 with flash-attn installed"
-        )
     if device != "cuda":
         raise ValueError(f"attn_implementation={attn_implementation}: needs a cuda device, got {device}; use sdpa")
-    if importlib.util.find_spec("flash_attn") is None:
-        raise ValueError("attn_implementation=flash_attention_2: flash-attn is missing, `pip install flash-attn`")
-    return FlashAttention2Kernels()
+    (package,) = (kernels for kernels in PACKAGES if kernels.name == attn_implementation)
+    _check_architecture(package)
+    return package()
 
 
 class _SdpaKernels:
     """torch's own flash attention, chosen by where the tensors are: a model may move after it was installed."""
+
+    name = "sdpa"
+
+    def __init__(self):
+        self._cpu, self._other = CpuKernels(), TorchVarlenKernels()
 
     def forward(self, q, k, v, call, scale):
         return self._on(q).forward(q, k, v, call, scale)
@@ -54,11 +65,16 @@ class _SdpaKernels:
         return self._on(q).backward(grad, q, k, v, out, lse, call, scale)
 
     def _on(self, q: Tensor) -> Kernels:
-        if q.device.type == "cpu":
-            return CpuKernels()
-        if q.dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(
-                f"attn_implementation=sdpa: expected float16 or bfloat16 on {q.device.type}, got {q.dtype}; "
-                "use attn_implementation=eager or a bfloat16 model"
-            )
-        return TorchVarlenKernels()
+        return self._cpu if q.device.type == "cpu" else self._other
+
+
+def _check_architecture(kernels: type[FlashKernels]) -> None:
+    if not torch.cuda.is_available():  # torch says so itself, as soon as something is put on the device
+        return
+    major, minor = torch.cuda.get_device_capability()
+    if major < kernels.oldest or (kernels.newest is not None and major > kernels.newest):
+        newest = "or later" if kernels.newest is None else f"to {kernels.newest}.x"
+        raise ValueError(
+            f"attn_implementation={kernels.name}: needs a GPU of compute capability {kernels.oldest}.x {newest}, "
+            f"got {major}.{minor}; use {kernels.instead}"
+        )

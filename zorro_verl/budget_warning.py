@@ -28,16 +28,18 @@ class BudgetWarning:
         """
         if self._given:
             return
-        groups = rows_by_group(batch.keys)
+        groups = rows_by_group(batch.group_index)
         largest = max(groups, key=lambda rows: _packed(batch, rows))
         needed, responses = _packed(batch, largest), sum(batch.response_lens[row] for row in largest)
         if needed <= budget:
             return
         self._given = True
         pieces = [
-            [rows[i] for i in piece] for rows in micro_batches for piece in rows_by_group([batch.keys[r] for r in rows])
+            [rows[i] for i in piece]
+            for rows in micro_batches
+            for piece in rows_by_group([batch.group_index[r] for r in rows])
         ]
-        copies = sum(batch.keys[piece[0]] == batch.keys[largest[0]] for piece in pieces)
+        copies = sum(batch.group_index[piece[0]] == batch.group_index[largest[0]] for piece in pieces)
         total = sum(batch.prompt_lens) + sum(batch.response_lens)
         logger.warning(
             "%s: the largest group of this batch needs %d packed tokens (%d of its prompt + %d of %d responses), and a "

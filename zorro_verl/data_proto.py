@@ -70,8 +70,7 @@ class DataProtoActor(Standalone):
         """
         read = self._read(data)
         batch = read.jagged(read.settings.get("temperature", 1.0), calculate_entropy)
-        groups = MicroBatches(read.rows, read.media)
-        micro_batches = groups.split(*self._budget(read.settings, groups))
+        micro_batches = read.groups.split(*self._budget(read.settings, read.groups))
         dtype = torch.float64 if self.module.dtype == torch.float64 else torch.float32
         names = {"log_probs": "log_probs"} | ({"entropy": "entropys"} if calculate_entropy else {})
         result = {name: torch.zeros(read.valid.shape, dtype=dtype, device=read.valid.device) for name in names.values()}
@@ -81,7 +80,7 @@ class DataProtoActor(Standalone):
                 output = self.module(**inputs, use_cache=False)
                 for name, values in output.items():
                     read.unpack(values, rows, into=result[names[name]])
-        self._stats = groups.counts(micro_batches, self._count_work).summary()
+        self._stats = read.groups.counts(micro_batches, self._count_work).summary()
         return {name: values.to(read.tensors["responses"].device) for name, values in result.items()}
 
     def update_policy(self, data: Any) -> dict[str, float]:
@@ -149,14 +148,15 @@ class DataProtoActor(Standalone):
             )
         if type(config.data_loader_seed) is not int:
             raise ValueError(f"data_loader_seed: expected an int, got {config.data_loader_seed!r}{in_config}")
-        groups, result = MicroBatches(read.rows, read.media), []
+        result: list[MiniBatch] = []
         check_training(self.module.config, training=True)
         index = TensorDict({"row": torch.arange(num_rows)}, batch_size=num_rows)
         drawn = {}
         if config.shuffle:
-            drawn["sampler"] = GroupShuffle(read.rows, num_rows // size, config.data_loader_seed)
+            groups = torch.tensor(read.groups.group_index)
+            drawn["sampler"] = GroupShuffle(read.rows, num_rows // size, config.data_loader_seed, groups)
         for part in tu.make_iterator(index, size, epochs, config.data_loader_seed, drawn):
-            own = groups.select(part["row"].tolist())
+            own = read.groups.select(part["row"].tolist())
             micro_batches = own.split(*self._budget(read.settings, own))
             if self._dense:
                 own.check_dense(micro_batches, self.options.use_split_attention)

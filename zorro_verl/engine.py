@@ -30,11 +30,11 @@ from zorro_verl.heads import SharedPrompt, SharedValues
 from zorro_verl.media import Media, Vision
 from zorro_verl.metrics import ShareCounts, skipped_step_metric
 from zorro_verl.micro_batches import MicroBatches, check_count, token_budget
-from zorro_verl.models import install, position_axes
+from zorro_verl.models import install
 from zorro_verl.options import CONFIG_KEY
 from zorro_verl.packing import Plan, build_plan
 from zorro_verl.sequence_parallel import Slices, check_heads
-from zorro_verl.verl_rows import check_batch, rows_from_verl
+from zorro_verl.verl_rows import GROUPS, check_batch, groups_from_verl, rows_from_verl
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class SharedEngine:
             attention = self.model_config.override_config.get("attn_implementation", "auto")
         options = self.options
         install(module, attention, options.use_split_attention, get_device_name(), options.linear_attention)
-        self._dense = module.forward.kernels is None
+        self._dense, self._axes = module.forward.kernels is None, module.forward.axes
         work = ModelWork.of(module.config, self.head_features)
         self._count_work = functools.partial(work.of_groups, share_attention=options.use_split_attention)
         return module
@@ -178,7 +178,7 @@ class SharedEngine:
         try:
             module = self.module
             rows, media = rows_from_verl(data, Vision.of(module.config))
-            check_batch(data, rows, module.get_input_embeddings().num_embeddings, position_axes(module))
+            check_batch(data, rows, module.get_input_embeddings().num_embeddings, self._axes)
             check_teacher(data, self.options.logits_optimization, self.ulysses_sequence_parallel_size)
             media.check(rows)
             if self.get_data_parallel_size() > 1 and len(media.kinds) > 1:
@@ -200,6 +200,7 @@ class SharedEngine:
         if len(indices) < most:
             indices = batch.split(*budget, min_count=most)
         self._warn_of_budget.check(batch, indices, *budget)
+        data.set(GROUPS, torch.tensor(batch.group_index))
         micro_batches = [tu.index_select_tensor_dict(data, torch.tensor(part)) for part in indices]
         return micro_batches, indices, batch.counts(indices, self._count_work)
 
@@ -231,9 +232,12 @@ class SharedEngine:
         return most
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
-        """verl's micro-batch of jagged rows -> the packed model inputs and the plan to read the output with."""
+        """verl's micro-batch of jagged rows -> the packed model inputs and the plan to read the output with.
+
+        Where it is cut from a call's rows it brings their groups; else they are found here.
+        """
         rows, media = rows_from_verl(micro_batch, Vision.of(self.module.config))
-        plan = build_plan(rows)
+        plan = build_plan(rows, groups_from_verl(micro_batch))
         multiple = self.pad_to_length_bucket if self.pad_to_length else 1
         tokens = Slices(plan.num_tokens, self.sequence_parallel_group, multiple)
         request = self.request(micro_batch, rows, plan, tokens)

@@ -131,6 +131,12 @@ def window_of(config: PretrainedConfig, layer: int) -> int | None:
     return (config.sliding_window or None) if by_layer or config.model_type in _WINDOW_EVERYWHERE else None
 
 
+def windows_of(config: PretrainedConfig) -> set[int | None]:
+    """Of all layers that have attention."""
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return {window_of(config, layer) for layer, kind in enumerate(types) if kind != "linear_attention"}
+
+
 def _rope_types(rope: Mapping[str, Any]) -> Iterable[str]:
     """Of all layers, or of each kind of layer where these differ."""
     kinds = [value for value in rope.values() if isinstance(value, Mapping)] or [rope]

@@ -13,10 +13,12 @@ and one causal call with a window does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from zorro_verl.grouping import exclusive_cumsum, ranges
+from zorro_verl.grouping import exclusive_cumsum, ranges, to_device
 
 MAX_PACKED_TOKENS = 2**31 - 1
 
@@ -30,10 +32,10 @@ class VarlenCall:
         query_start: the queries are ``q[query_start:]``; as many as ``cu_seqlens_q`` counts.
         num_keys: the keys are ``k[:num_keys]``.
         key_index: ``(num_keys,)`` int64 on the device: the keys are ``k[key_index]`` instead; None without a window.
-        blocks: the non-empty query blocks as ``(q0, q1, k0, k1)`` on the host, for kernels that loop.
         causal: True where a block's last query sees all of its keys and each query before it one key less, False
             for a full rectangle. Without a window, causal blocks are square.
         window: the most keys that a causal query sees, its last ones; None for all.
+        tensors: four that hold all of this, for `from_tensors`.
     """
 
     __slots__ = (
@@ -44,9 +46,11 @@ class VarlenCall:
         "query_start",
         "num_keys",
         "key_index",
-        "blocks",
         "causal",
         "window",
+        "tensors",
+        "_blocks",
+        "_runs",
     )
 
     def __init__(
@@ -60,17 +64,69 @@ class VarlenCall:
         key_index: Tensor | None = None,
     ):
         cu_q, cu_k = exclusive_cumsum(query_lens), exclusive_cumsum(key_lens)
-        self.cu_seqlens_q = cu_q.to(device, torch.int32)
-        self.cu_seqlens_k = self.cu_seqlens_q if key_lens is query_lens else cu_k.to(device, torch.int32)
-        self.max_seqlen_q = int(query_lens.max())
-        self.max_seqlen_k = int(key_lens.max())
-        self.query_start = query_start
-        self.num_keys = int(cu_k[-1])
-        self.key_index = key_index
-        self.causal = causal
-        self.window = window
-        bounds = torch.stack([cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]], 1)
-        self.blocks = [tuple(b) for b in bounds[query_lens > 0].tolist()]
+        cu_seqlens_q = to_device(cu_q.int(), device)
+        cu_seqlens_k = cu_seqlens_q if key_lens is query_lens else to_device(cu_k.int(), device)
+        longest = int(query_lens.max()), int(key_lens.max())
+        numbers = torch.tensor([query_start, int(cu_k[-1]), *longest, causal, window or 0])
+        blocks = torch.stack([cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]], 1)[query_lens > 0]
+        # One vector, of a length that is never 0 or 1: torch.compile takes such a size for a constant.
+        table = torch.cat([numbers, blocks.flatten()])
+        self._read((cu_seqlens_q, cu_seqlens_k, table, table[:0] if key_index is None else key_index))
+
+    def _read(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self.cu_seqlens_q, self.cu_seqlens_k, table, key_index = tensors
+        self.query_start, self.num_keys, self.max_seqlen_q, self.max_seqlen_k, causal, window = table[:6].tolist()
+        self.causal, self.window = bool(causal), window or None
+        self.key_index = None if self.window is None else key_index
+        self._blocks: list[tuple[int, ...]] | None = None
+        self._runs: list[tuple[int, ...]] | None = None
+
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor]) -> list[VarlenCall]:
+        """The calls whose ``tensors`` these are, one after the other."""
+        calls = []
+        for first in range(0, len(tensors), 4):
+            call = cls.__new__(cls)
+            call._read(tensors[first : first + 4])
+            calls.append(call)
+        return calls
+
+    @property
+    def blocks(self) -> list[tuple[int, ...]]:
+        """The non-empty query blocks as ``(q0, q1, k0, k1)`` on the host, for kernels that loop."""
+        if self._blocks is None:
+            self._blocks = [tuple(block) for block in self.tensors[2][6:].view(-1, 4).tolist()]
+        return self._blocks
+
+    @property
+    def runs(self) -> list[tuple[int, ...]]:
+        """Neighbouring blocks with as many queries and keys as each other as one: ``(how many, q0, q1, k0, k1)``."""
+        if self._runs is None:
+            self._runs = runs = []
+            for block in self.blocks:
+                count, q0, q1, k0, k1 = runs[-1] if runs else (0, 0, 0, 0, 0)
+                next_q0, next_q1, next_k0, next_k1 = block
+                adjoins = count and (q1, k1) == (next_q0, next_k0)
+                if adjoins and (q1 - q0, k1 - k0) == (count * (next_q1 - next_q0), count * (next_k1 - next_k0)):
+                    runs[-1] = (count + 1, q0, next_q1, k0, next_k1)
+                else:
+                    runs.append((1, *block))
+        return self._runs
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Of ``(T, heads, D)`` keys or values those that the call's blocks are of."""
+        return x[: self.num_keys] if self.key_index is None else x[self.key_index]
+
+    def sum_keys(self, gradient: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
+        """``(T, heads, D)``: the gradient of `keys`' argument; where keys are copies, summed in ``dtype``.
+
+        Without a window the call has to be one of every token.
+        """
+        if self.key_index is None:
+            return gradient
+        total = gradient.new_zeros(num_tokens, *gradient.shape[1:], dtype=dtype)
+        return total.index_add_(0, self.key_index, gradient.to(dtype))
 
 
 class Forest:
@@ -139,8 +195,12 @@ class Forest:
             query_lens = torch.zeros_like(lengths).index_add_(0, ancestor.clamp(min=0), lengths * (ancestor >= 0))
             query_start = int(sum(lengths[level].sum() for level in levels[:distance]))
             call = VarlenCall(query_lens[keys], lengths[keys], query_start, False, device)
-            if call.blocks:
+            if call.max_seqlen_q > 0:
                 self.cross_calls.append(call)
+
+    def calls(self, window: int | None) -> list[VarlenCall]:
+        """What attention calls for a layer with this window, or with none: first a call of every query."""
+        return [self.self_call, *self.cross_calls] if window is None else [self.window_call(window)]
 
     def window_call(self, window: int) -> VarlenCall:
         """Every segment on the tail of its ancestors within ``window`` and on itself; built once for each window.

@@ -9,8 +9,13 @@ Legend of shape letters, used in the whole package:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+BLOCK = 64  # tokens that are hashed and compared at once
+CHUNK = 2**20  # tokens that are copied at once: what a copy takes is bounded, whatever the batch
 
 
 class Rows:
@@ -122,37 +127,40 @@ class Rows:
 
 
 def prompt_fingerprints(rows: Rows) -> Tensor:
-    """``(B,)`` int64 on the host: a hash of each row's prompt, over tokens, positions and length.
+    """``(B,)`` int64 on the host: a hash of each row's prompt, over tokens, positions (on the first axis) and length.
 
-    A sum of 64-bit mixed (token, position, offset) triples, so one pass over the prompt tokens and no loop over rows.
-    Equal prompts have equal fingerprints; the reverse is checked token by token in `find_prompt_groups`.
+    The same for equal prompts, whatever rows stand around them, on every device and in every process; the reverse is
+    checked token by token in `find_prompt_groups`. Within a block of tokens it is multilinear: each token and each
+    position times an odd weight of its place in the block. The sums are mixed with the number of their block.
     """
-    row, offset, index = _prompt_tokens(rows)
-    value = mix(rows.tokens[index] + 1) ^ mix(offset * 3 + 1)
-    for axis in torch.atleast_2d(rows.position_ids):
-        value = mix(value ^ axis[index])
-    device = rows.tokens.device
-    total = torch.zeros(rows.num_rows, dtype=torch.int64, device=device).index_add_(0, row, mix(value))
-    return mix(total + rows.prompt_lens.to(device)).cpu()
+    blocks = _Blocks(rows.cu_seqlens[:-1], rows.prompt_lens, rows.tokens.device)
+    # Where tokens and the first axis agree, the other axes differ in rows with media only, and these share with nobody.
+    columns = _columns(rows)[:2]
+    weights = mix(torch.arange(1, 2 * BLOCK + 1, device=blocks.row.device)).view(2, BLOCK) | 1
+    sums = mix(blocks.number + 1)
+    for column, weight in zip(columns, weights, strict=True):
+        sums += blocks.map(lambda values, weight=weight: values.mul_(weight).sum(1), column.long())
+    return mix(blocks.sum_by_row(mix(sums)) + to_device(rows.prompt_lens, sums.device)).cpu()
 
 
-def find_prompt_groups(rows: Rows) -> Tensor:
+def find_prompt_groups(rows: Rows, fingerprints: Tensor | None = None) -> Tensor:
     """``(B,)`` int64 on the host: the group of each row, groups numbered by first appearance.
 
     Two rows are in one group exactly when their prompts have the same tokens at the same positions. Cost is linear
-    in the prompt tokens, with one device synchronisation. A row that is `Rows.alone` is a group of its own.
+    in the prompt tokens, and the host waits for the device twice (with each collision of hashes once more). A row that
+    is `Rows.alone` is a group of its own.
+
+    Args:
+        rows: the rows.
+        fingerprints: `prompt_fingerprints` of them, where they are at hand.
     """
-    group = _by_prompt(rows)
-    if not bool(rows.alone.any()):
-        return group
-    return number_by_first_appearance(torch.where(rows.alone, rows.num_rows + torch.arange(rows.num_rows), group))
-
-
-def _by_prompt(rows: Rows) -> Tensor:
-    group = number_by_first_appearance(prompt_fingerprints(rows))
+    keys = prompt_fingerprints(rows) if fingerprints is None else fingerprints
+    # A hash may be any number: made small, it leaves numbers for rows that have to leave their group.
+    group = number_by_first_appearance(keys)
+    apart = rows.num_rows + torch.arange(rows.num_rows)
+    group = number_by_first_appearance(torch.where(rows.alone, apart, group))
     while True:
-        first = first_rows(group)
-        same = _same_prompt(rows, first[group])
+        same = _same_prompt(rows, first_rows(group)[group])
         if bool(same.all()):
             return group
         # A hash collision: rows unlike the first row of their group leave it together and are compared again.
@@ -171,11 +179,26 @@ def exclusive_cumsum(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def ranges(starts: Tensor, lengths: Tensor, device: torch.device | str = "cpu") -> Tensor:
-    """``concat(arange(s, s + l) for s, l in zip(starts, lengths))`` as one vectorised int64 tensor on ``device``."""
-    total = int(lengths.sum())
-    shift = (starts - exclusive_cumsum(lengths)[:-1]).to(device)
-    return torch.arange(total, device=device) + shift.repeat_interleave(lengths.to(device), output_size=total)
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A small host tensor on ``device``. Nobody waits: what lies in pageable memory is read before the call returns."""
+    return tensor.to(device, non_blocking=True)
+
+
+def ranges(starts: Tensor, lengths: Tensor, device: torch.device | str = "cpu", step: int = 1) -> Tensor:
+    """``concat(s + step * arange(l) for s, l in zip(starts, lengths))`` as one vectorised int64 tensor on ``device``.
+
+    ``starts`` and ``lengths`` are int64 on the host.
+    """
+    filled = lengths > 0
+    starts, lengths = starts[filled], lengths[filled]
+    bounds = exclusive_cumsum(lengths)
+    # A running sum of steps: those within a range, and from the last entry of one to the first of the next.
+    jumps = starts.clone()
+    jumps[1:] -= starts[:-1] + step * (lengths[:-1] - 1)
+    first, jumps = to_device(torch.stack([bounds[:-1], jumps]), device)
+    steps = torch.full((int(bounds[-1]),), step, dtype=torch.int64, device=device)
+    steps[first] = jumps
+    return steps.cumsum_(0)
 
 
 def number_by_first_appearance(keys: Tensor) -> Tensor:
@@ -186,25 +209,73 @@ def number_by_first_appearance(keys: Tensor) -> Tensor:
     return rank[group]
 
 
-def _prompt_tokens(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, offset within the row and index into ``rows.tokens`` of every prompt token."""
-    device, total = rows.tokens.device, int(rows.prompt_lens.sum())
-    row = torch.arange(rows.num_rows, device=device).repeat_interleave(rows.prompt_lens.to(device), output_size=total)
-    offset = ranges(torch.zeros_like(rows.prompt_lens), rows.prompt_lens, device)
-    return row, offset, rows.cu_seqlens[:-1].to(device)[row] + offset
+class _Blocks:
+    """Prompts in blocks of `BLOCK` tokens; the last one holds a prompt's last 1 to `BLOCK`, and repeats the very last.
+
+    Whole blocks are copied, which is several times faster than token by token.
+
+    Args:
+        starts: ``(n,)`` int64 on the host: where each prompt starts among the tokens.
+        lengths: ``(n,)`` int64 on the host: tokens of each, at least 1.
+        device: where the tokens are.
+
+    Attributes:
+        row: ``(m,)`` int64 on the device: the prompt of each block, full ones first, then the last ones.
+        number: ``(m,)`` int64 on the device: of each block within its prompt.
+    """
+
+    def __init__(self, starts: Tensor, lengths: Tensor, device: torch.device):
+        full = (lengths - 1) // BLOCK
+        count = int(full.sum())
+        starts, lengths, full = to_device(torch.stack([starts, lengths, full]), device)
+        rows = torch.arange(lengths.numel(), device=device)
+        row = rows.repeat_interleave(full, output_size=count)
+        number = torch.arange(count, device=device) - (full.cumsum(0) - full)[row]
+        self.row, self.number = torch.cat([row, rows]), torch.cat([number, full])
+        self._starts = starts[row] + number * BLOCK
+        place = full[:, None] * BLOCK + torch.arange(BLOCK, device=device)
+        self._last = starts[:, None] + place.minimum(lengths[:, None] - 1)
+
+    def map(self, function: Callable[..., Tensor], column: Tensor, shift: Tensor | None = None) -> Tensor:
+        """``(m,)``: ``function`` of a copy of the blocks of a ``(N,)`` column, ``(blocks, BLOCK)`` at a time.
+
+        With ``shift``, ``(n,)`` on the device, it gets a second argument: the blocks so many tokens further on.
+        """
+        shifts = None if shift is None else shift[self.row]
+        count = self._starts.numel()
+        results = []
+        for i in range(0, count, CHUNK // BLOCK):
+            part = slice(i, min(i + CHUNK // BLOCK, count))
+            windows, starts = column.unfold(0, BLOCK, 1), self._starts[part]
+            others = () if shifts is None else (windows.index_select(0, starts + shifts[part]),)
+            results.append(function(windows.index_select(0, starts), *others))
+        others = () if shifts is None else (column[self._last + shift[:, None]],)
+        results.append(function(column[self._last], *others))
+        return torch.cat(results)
+
+    def sum_by_row(self, values: Tensor) -> Tensor:
+        """``(m,)`` int64 values of blocks, summed for each prompt: ``(n,)``."""
+        total = torch.zeros(self._last.shape[0], dtype=torch.int64, device=values.device)
+        return total.index_add_(0, self.row, values)
+
+
+def _columns(rows: Rows) -> list[Tensor]:
+    """All that makes a prompt, ``(N,)`` each: tokens, and positions on every axis."""
+    return [rows.tokens, *torch.atleast_2d(rows.position_ids)]
 
 
 def _same_prompt(rows: Rows, other: Tensor) -> Tensor:
     """``(B,)`` bool on the host: is row b's prompt the prompt of row ``other[b]``?"""
-    row, offset, index = _prompt_tokens(rows)
-    same_len = rows.prompt_lens == rows.prompt_lens[other]
-    partner = torch.where(same_len, other, torch.arange(rows.num_rows)).to(row.device)
-    other_index = rows.cu_seqlens[:-1].to(row.device)[partner][row] + offset
-    differs = rows.tokens[index] != rows.tokens[other_index]
-    for axis in torch.atleast_2d(rows.position_ids):
-        differs |= axis[index] != axis[other_index]
-    count = torch.zeros(rows.num_rows, dtype=torch.int64, device=row.device).index_add_(0, row, differs.long())
-    return same_len & (count == 0).cpu()
+    same = rows.prompt_lens == rows.prompt_lens[other]
+    asked = (same & (other != torch.arange(rows.num_rows))).nonzero().flatten()
+    if asked.numel() == 0:
+        return same
+    starts, device = rows.cu_seqlens[:-1], rows.tokens.device
+    blocks = _Blocks(starts[asked], rows.prompt_lens[asked], device)
+    shift = to_device((starts[other] - starts)[asked], device)
+    differing = sum(blocks.map(lambda a, b: a.ne_(b).sum(1), column, shift) for column in _columns(rows))
+    same[asked] = (blocks.sum_by_row(differing) == 0).cpu()
+    return same
 
 
 def mix(x: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
-from zorro_verl.attention import plan_attention
+from zorro_verl.attention import plan_attention, prepare_attention
 from zorro_verl.families import window_of
 from zorro_verl.linear_attention import LinearPlan
 from zorro_verl.packing import Plan
@@ -25,25 +26,29 @@ class SharedCall:
     A plain class, since it passes through FSDP2 (see `zorro_verl.packing.Plan`).
 
     Attributes:
-        plan, kernels, split, linear_attention: see `SeamForward`.
+        plan, kernels, split: see `SeamForward`.
+        linear: what linear layers follow; None where the model has none.
         tokens: how the packed row lies over ranks.
+
+    Args:
+        windows: those of the layers, for which everything is built here: a layer only reads.
     """
 
-    __slots__ = ("plan", "kernels", "split", "linear_attention", "tokens", "_linear_plan")
+    __slots__ = ("plan", "kernels", "split", "linear", "tokens")
 
     def __init__(
         self,
         plan: Plan,
         kernels: Kernels | None,
         split: bool,
-        linear_attention: str = "auto",
+        linear: LinearPlan | None = None,
         tokens: Slices | None = None,
+        windows: Iterable[int | None] = (None,),
     ):
-        self.plan, self.kernels, self.split, self.linear_attention = plan, kernels, split, linear_attention
+        self.plan, self.kernels, self.split, self.linear = plan, kernels, split, linear
         self.tokens = tokens or Slices(plan.num_tokens)
-        self._linear_plan: LinearPlan | None = None
+        prepare_attention(plan, kernels, split, windows)
 
-    @torch.compiler.disable  # on a CPU a loop over this batch's segments: traced, every batch would be compiled anew
     def attention(
         self,
         module: nn.Module,
@@ -65,12 +70,6 @@ class SharedCall:
         q, k, v = self.tokens.to_heads(q, k, v)
         out = plan_attention(q, k, v, self.plan, scale, self.kernels, self.split, window)
         return self.tokens.to_tokens(out)[None], None
-
-    def linear_plan(self, varlen: bool) -> LinearPlan:
-        """The plan of all linear layers of the call, made once."""
-        if self._linear_plan is None:
-            self._linear_plan = LinearPlan(self.plan, self.linear_attention, varlen)
-        return self._linear_plan
 
 
 # What some layers hand to their attention, and no kernel here computes.

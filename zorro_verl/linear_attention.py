@@ -47,27 +47,29 @@ class LinearPlan:
             "auto" takes what should be faster.
         varlen: True if the rule reads ``cu_seqlens``, as flash-linear-attention's does. False gives it padded
             batches, because the rule of transformers in torch ignores ``cu_seqlens``, or has no such argument.
+        width: kernel size of the widest convolution.
 
     Attributes:
         mode: "expand" or "fork".
         num_tokens: T.
+        width: as given.
 
     Raises:
         ValueError: a mode that is none of `LINEAR_ATTENTION`.
     """
 
-    def __init__(self, plan: Plan, mode: str = "auto", varlen: bool = False):
+    def __init__(self, plan: Plan, mode: str = "auto", varlen: bool = False, width: int = 4):
         if mode not in LINEAR_ATTENTION:
             raise ValueError(f"linear_attention: expected one of {', '.join(LINEAR_ATTENTION)}, got {mode!r}")
-        self.num_tokens = plan.num_tokens
-        self._device = device = plan.token_index.device
-        self._segments = segments = _Segments(plan.forest)
-        self._windows: dict[int, tuple[Tensor, Tensor]] = {}
+        device = plan.token_index.device
+        segments = _Segments(plan.forest)
         if mode == "auto":
             least = (FORK_MIN_TOKENS_VARLEN if varlen else FORK_MIN_TOKENS) * (segments.num_rounds - 1)
             mode = "fork" if plan.num_row_tokens - plan.num_tokens >= least else "expand"
-        self.mode = mode
+        self.mode, self.width = mode, width
 
+        # (L,) what to convolve, 0 a zero and t + 1 packed token t; and (T,) where their results stand.
+        self._window_index, self._own_index = segments.windows(width, device)
         self._scan_index = self._packed_index = None  # None: tokens are scanned where they lie in the packed row
         if mode == "expand" and segments.num_rounds > 1:
             segments = _Segments(plan.unshared.forest)
@@ -77,19 +79,9 @@ class LinearPlan:
             self._scan_index, self._packed_index = scan_index.to(device), scan_index.argsort().to(device)
         self._rounds = list(segments.rounds(varlen, device))
 
-    def _window_index(self, width: int) -> tuple[Tensor, Tensor]:
-        """``(L,)`` what to convolve, 0 a zero and ``t + 1`` packed token t; and ``(T,)`` where their results stand."""
-        if width not in self._windows:
-            starts, lengths = self._segments.starts, self._segments.lengths
-            sources = torch.cat([self._segments.tokens_before(width - 1), starts[:, None]], 1)
-            runs = torch.ones_like(sources)
-            runs[:, -1] = lengths
-            own = exclusive_cumsum(runs.sum(1))[:-1] + width - 1
-            self._windows[width] = (
-                ranges(sources.flatten() + 1, runs.flatten(), self._device),
-                ranges(own, lengths, self._device),
-            )
-        return self._windows[width]
+    @property
+    def num_tokens(self) -> int:
+        return self._own_index.shape[0]  # a size may change from batch to batch: torch.compile takes ints for constant
 
 
 def causal_conv(conv: Callable[[Tensor], Tensor], x: Tensor, width: int, plan: LinearPlan) -> Tensor:
@@ -98,20 +90,23 @@ def causal_conv(conv: Callable[[Tensor], Tensor], x: Tensor, width: int, plan: L
     Args:
         conv: ``(1, C, L) -> (1, C, L)``: the stock depthwise convolution with zeros on its left, and its activation.
         x: ``(1, C, T)`` packed inputs.
-        width: the kernel size.
+        width: its kernel size.
         plan: the micro-batch's linear plan.
 
     Returns:
         ``(1, C, T)``: one call of ``conv`` over the segments, each behind the last ``width - 1`` inputs of its path.
 
     Raises:
-        ValueError: x isn't the plan's packed row.
+        ValueError: x isn't the plan's packed row, or a kernel that is wider than the plan's.
     """
     _check_packed("x", x, 2, plan)
-    sources, own = plan._window_index(width)
+    if width > plan.width:
+        raise ValueError(
+            f"width: expected at most the plan's {plan.width}, got {width}; build the plan with this width"
+        )
     # Token-major on both sides: so mixers lay x out, and rows of C values are what gathers copy best.
-    windows = torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 1, 0)).index_select(1, sources)
-    return conv(windows.transpose(1, 2)).transpose(1, 2).index_select(1, own).transpose(1, 2)
+    windows = torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 1, 0)).index_select(1, plan._window_index)
+    return conv(windows.transpose(1, 2)).transpose(1, 2).index_select(1, plan._own_index).transpose(1, 2)
 
 
 def gated_delta_rule(
@@ -194,6 +189,18 @@ class _Segments:
             last = depth + 1 == self.num_rounds
             yield _Round(start, self.lengths[members], parents, last, varlen, device)
             start += int(self.lengths[members].sum())
+
+    def windows(self, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Each segment behind the ``width - 1`` tokens before it.
+
+        Returns:
+            ``(L,)`` int64: what to convolve, 0 a zero and ``t + 1`` packed token t; and ``(T,)`` where results stand.
+        """
+        sources = torch.cat([self.tokens_before(width - 1), self.starts[:, None]], 1)
+        runs = torch.ones_like(sources)
+        runs[:, -1] = self.lengths
+        own = exclusive_cumsum(runs.sum(1))[:-1] + width - 1
+        return ranges(sources.flatten() + 1, runs.flatten(), device), ranges(own, self.lengths, device)
 
     def tokens_before(self, count: int) -> Tensor:
         """``(S, count)`` int64: the packed tokens that end where each path's segment starts, -1 before the row."""

@@ -35,7 +35,7 @@ import math
 from typing import Any, NamedTuple
 
 from zorro_verl.flops import config_size
-from zorro_verl.log_probs import CHUNK_BYTES, LOGITS_OPTIMIZATIONS
+from zorro_verl.log_probs import ACCELERATOR_CHUNK_BYTES, LOGITS_OPTIMIZATIONS
 
 # Decoders with layers as above: two norms before, a gated MLP or experts. And those that normalise queries and keys.
 LAYERS_KNOWN = ("llama", "ministral", "mistral", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3")
@@ -183,7 +183,7 @@ def _mlp(config: Any, hidden: int, size: int) -> tuple[int, int]:
 
 def _head(rows: int, hidden: int, vocabulary: int, size: int, mode: str, calculate_entropy: bool) -> int:
     """The largest moment of the head's forward and backward, over ``rows`` scored tokens."""
-    in_chunk = rows if mode == "none" else min(rows, max(1, CHUNK_BYTES // (4 * vocabulary)))
+    in_chunk = rows if mode == "none" else min(rows, max(1, ACCELERATOR_CHUNK_BYTES // (4 * vocabulary)))
     logits = (in_chunk if mode == "memory" else rows) * vocabulary * size
     # float32 logits are their own first copy; the log-softmax is another, and so is what the entropy is summed from.
     copies = 1 if size == 4 and not calculate_entropy else 2

@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
-import torch
-
 from zorro_verl.attention import MAX_REFERENCE_TOKENS
 from zorro_verl.batching import packed_tokens, rows_by_group, split_micro_batches
 from zorro_verl.flops import Work
-from zorro_verl.grouping import Rows, mix, prompt_fingerprints
+from zorro_verl.grouping import Rows, find_prompt_groups, prompt_fingerprints
 from zorro_verl.media import Media
 from zorro_verl.metrics import ShareCounts
 from zorro_verl.options import CONFIG_KEY
@@ -22,19 +20,23 @@ CountWork = Callable[[Sequence[tuple[int, list[int]]]], Work]
 
 
 class MicroBatches:
-    """The rows of one call, as lengths and prompt fingerprints on the host.
+    """The rows of one call, as lengths, prompt fingerprints and groups on the host: the one look at its prompts.
 
     Args:
         rows: the batch.
         media: what its rows bring beside tokens.
+
+    Attributes:
+        fingerprints: of each row's prompt and its media, for counts over calls and ranks.
+        group_index: the group of each row in this call; `zorro_verl.verl_rows.GROUPS` takes it to its micro-batches.
+        alone: which rows share with nobody; what they could have shared is counted still.
+        prompt_lens, response_lens: tokens of each row.
     """
 
     def __init__(self, rows: Rows, media: Media):
-        fingerprints = prompt_fingerprints(rows) ^ media.fingerprints(rows)
-        # Rows that share with nobody have a key of their own; what they could have shared is counted still.
-        keys = torch.where(rows.alone, mix(fingerprints ^ mix(torch.arange(rows.num_rows))), fingerprints)
-        self.fingerprints: list[int] = fingerprints.tolist()
-        self.keys: list[int] = keys.tolist()
+        fingerprints = prompt_fingerprints(rows)
+        self.group_index: list[int] = find_prompt_groups(rows, fingerprints).tolist()
+        self.fingerprints: list[int] = (fingerprints ^ media.fingerprints(rows)).tolist()
         self.alone: list[bool] = rows.alone.tolist()
         self.prompt_lens: list[int] = rows.prompt_lens.tolist()
         self.response_lens: list[int] = rows.response_lens.tolist()
@@ -52,7 +54,9 @@ class MicroBatches:
 
     def split(self, budget: int, budget_key: str, min_count: int = 1) -> list[list[int]]:
         """Rows of each micro-batch, see `zorro_verl.batching.split_micro_batches`."""
-        return split_micro_batches(self.keys, self.prompt_lens, self.response_lens, budget, budget_key, min_count)
+        return split_micro_batches(
+            self.group_index, self.prompt_lens, self.response_lens, budget, budget_key, min_count
+        )
 
     def counts(self, micro_batches: Sequence[Sequence[int]], count_work: CountWork) -> ShareCounts:
         """What sharing within each of these micro-batches gives."""
@@ -68,7 +72,7 @@ class MicroBatches:
 
     def _groups(self, rows: Sequence[int]) -> list[tuple[int, list[int]]]:
         """The prompt length and the response lengths of each group of these rows."""
-        groups = [[rows[i] for i in group] for group in rows_by_group([self.keys[row] for row in rows])]
+        groups = [[rows[i] for i in group] for group in rows_by_group([self.group_index[row] for row in rows])]
         return [(self.prompt_lens[group[0]], [self.response_lens[row] for row in group]) for group in groups]
 
     def _tokens(self, rows: Sequence[int]) -> tuple[int, int]:

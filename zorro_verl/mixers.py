@@ -10,7 +10,7 @@ checkpointing makes of it in the backward.
 from __future__ import annotations
 
 import functools
-from threading import get_ident
+from threading import local
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zorro_verl.linear_attention import LinearPlan, causal_conv, gated_delta_rule
+from zorro_verl.packing import Plan
 from zorro_verl.sequence_parallel import Slices
 
 
@@ -25,9 +26,16 @@ class LinearCall(Protocol):
     """What a decoder layer is called with as ``zorro=``."""
 
     tokens: Slices
+    linear: LinearPlan  # as `plan_of_mixers` makes it
 
-    def linear_plan(self, varlen: bool) -> LinearPlan:
-        """The plan of all linear layers of the call, for kernels that take ``cu_seqlens`` or for others."""
+
+class _Running(local):
+    call: LinearCall | None = None
+
+
+# The call that a layer is in, by thread: two may run the same model at once, and a backward may run layers again in a
+# thread of its own. No attribute of anything that a mixer holds: torch.compile takes what it finds there for constant.
+_running = _Running()
 
 
 class SharedMixer:
@@ -41,13 +49,12 @@ class SharedMixer:
     def __init__(self, layer: nn.Module, mixer: nn.Module):
         self.layer, self.mixer = layer, mixer
         self.stock_conv, self.stock_rule = mixer.causal_conv1d_fn, mixer.chunk_gated_delta_rule
-        # By thread: two may run the same model at once, and a backward may run layers again in a thread of its own.
-        self.calls: dict[int, LinearCall] = {}
         self.hooks: tuple[Any, ...] = ()
 
     def attach(self) -> None:
         """Take the place of the mixer's kernels."""
-        self.mixer.causal_conv1d_fn, self.mixer.chunk_gated_delta_rule = self.conv, self.rule
+        self.mixer.causal_conv1d_fn = self.conv
+        self.mixer.chunk_gated_delta_rule = self.untraced_rule if takes_cu_seqlens(self.stock_rule) else self.rule
         self.hooks = (
             self.layer.register_forward_pre_hook(self.enter, with_kwargs=True),
             self.layer.register_forward_hook(self.leave, always_call=True),
@@ -55,38 +62,34 @@ class SharedMixer:
 
     def detach(self) -> None:
         """Leave mixer and layer as they were, but for kernels that others have put there."""
-        if self.mixer.causal_conv1d_fn == self.conv:
+        if self._owns(self.mixer.causal_conv1d_fn):
             self.mixer.causal_conv1d_fn = self.stock_conv
-        if self.mixer.chunk_gated_delta_rule == self.rule:
+        if self._owns(self.mixer.chunk_gated_delta_rule):
             self.mixer.chunk_gated_delta_rule = self.stock_rule
         for hook in self.hooks:
             hook.remove()
 
-    @torch.compiler.disable  # looks at the thread
     def enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before the decoder layer runs."""
         if kwargs.get("zorro") is None:
             return
         mixer = self.mixer
-        if mixer.causal_conv1d_fn != self.conv or mixer.chunk_gated_delta_rule != self.rule:
+        if not (self._owns(mixer.causal_conv1d_fn) and self._owns(mixer.chunk_gated_delta_rule)):
             raise ValueError(
                 f"{type(mixer).__name__}: expected the kernels that follow the plan, got others that were put on it "
                 "since; set kernels first, then install or patch"
             )
-        self.calls[get_ident()] = kwargs["zorro"]
+        _running.call = kwargs["zorro"]
 
-    @torch.compiler.disable
     def leave(self, layer: nn.Module, args: tuple, output: Any) -> None:
         """After it has, or has failed."""
-        self.calls.pop(get_ident(), None)
+        _running.call = None
 
-    @torch.compiler.disable  # indices of this batch: traced, every batch would be compiled anew
     def conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Any = None
     ) -> Tensor:
         """The mixer's ``causal_conv1d_fn``: ``(B, C, L)`` -> ``(B, C, L)``."""
-
-        call = self._call()
+        call = _running.call
         if call is None:
             return self._stock_conv(x, weight, bias, activation, seq_idx)
         _refuse(seq_idx=seq_idx)
@@ -94,7 +97,7 @@ class SharedMixer:
         (x,) = tokens.to_heads(x[0].T)  # a channel is a head of its own
         weight, bias = (None if p is None else tokens.own_heads(p) for p in (weight, bias))
         stock = functools.partial(self._stock_conv, weight=weight, bias=bias, activation=activation)
-        out = causal_conv(stock, x.T[None], weight.shape[-1], self._plan(call))
+        out = causal_conv(stock, x.T[None], weight.shape[-1], call.linear)
         return tokens.to_tokens(out[0].T).T[None]
 
     def _stock_conv(
@@ -111,10 +114,9 @@ class SharedMixer:
         channels, width = weight.shape
         return F.silu(F.conv1d(x, weight[:, None], bias, padding=width - 1, groups=channels)[..., : x.shape[-1]])
 
-    @torch.compiler.disable
     def rule(self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
         """The mixer's ``chunk_gated_delta_rule``: the output ``(B, L, H, V)``, and the final state if asked for."""
-        call = self._call()
+        call = _running.call
         if call is None:
             if options.get("cu_seqlens") is not None and not takes_cu_seqlens(self.stock_rule):
                 raise ValueError(
@@ -125,14 +127,16 @@ class SharedMixer:
         normalise = options.pop("use_qk_l2norm_in_kernel")
         _refuse(**options)
         inputs = [x[None] for x in call.tokens.to_heads(*(x[0] for x in (query, key, value, g, beta)))]
-        out = gated_delta_rule(self.stock_rule, *inputs, self._plan(call), use_qk_l2norm_in_kernel=normalise)
+        out = gated_delta_rule(self.stock_rule, *inputs, call.linear, use_qk_l2norm_in_kernel=normalise)
         return call.tokens.to_tokens(out[0])[None], None
 
-    def _call(self) -> LinearCall | None:
-        return self.calls.get(get_ident())
+    @torch.compiler.disable  # as that rule itself is: one break around all its calls
+    def untraced_rule(self, *args: Any, **options: Any) -> Any:
+        """`rule` where the stock one is flash-linear-attention's."""
+        return self.rule(*args, **options)
 
-    def _plan(self, call: LinearCall) -> LinearPlan:
-        return call.linear_plan(takes_cu_seqlens(self.stock_rule))
+    def _owns(self, kernel: Any) -> bool:
+        return getattr(kernel, "__self__", None) is self
 
 
 def takes_cu_seqlens(rule: Any) -> bool:
@@ -154,6 +158,20 @@ def linear_layers(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
         for mixer in layer.children()
         if hasattr(mixer, "chunk_gated_delta_rule") and hasattr(mixer, "causal_conv1d_fn")
     ]
+
+
+@torch.compiler.disable  # host arithmetic on what is shared: nothing to compile, and new in every batch
+def plan_of_mixers(model: nn.Module, plan: Plan, mode: str) -> LinearPlan | None:
+    """What all Gated DeltaNets of ``model``, attached as below, follow in one call; None where it has none.
+
+    Args:
+        mode: one of `zorro_verl.linear_attention.LINEAR_ATTENTION`.
+    """
+    shared = [shared_mixer_of(layer) for layer, _ in linear_layers(model)]
+    if not shared:
+        return None
+    varlen = all(takes_cu_seqlens(one.stock_rule) for one in shared)
+    return LinearPlan(plan, mode, varlen, max(one.mixer.conv_kernel_size for one in shared))
 
 
 def attach_mixers(model: nn.Module) -> None:

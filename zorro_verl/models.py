@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from zorro_verl.attention_kernels import resolve_kernels
-from zorro_verl.families import check_causal, check_supported, check_training, text_config
+from zorro_verl.families import check_causal, check_supported, check_training, text_config, windows_of
 from zorro_verl.heads import SharedPrompt, SharedValues
 from zorro_verl.layer_call import ATTENTION_NAME, LayerConfig, SharedCall, led_config, no_mask
 from zorro_verl.linear_attention import LINEAR_ATTENTION
 from zorro_verl.media import MODEL_INPUTS, Vision
-from zorro_verl.mixers import attach_mixers, detach_mixers
+from zorro_verl.mixers import attach_mixers, detach_mixers, plan_of_mixers
 from zorro_verl.packing import Plan
 from zorro_verl.sequence_parallel import Slices
 from zorro_verl.varlen import Kernels
 
-_NOISE_OF_LAYERS = ("attention_dropout", "residual_dropout", "embedding_dropout", "jitter_noise")
+_NOISE_OF_LAYERS = frozenset(("attention_dropout", "residual_dropout", "embedding_dropout", "jitter_noise"))
 
 
 class SeamForward:
@@ -142,10 +142,12 @@ class SeamForward:
 
     def _layer_call(self, plan: Plan, tokens: Slices | None = None) -> SharedCall:
         """What every layer of a call gets, after the checks that need the call."""
-        check_causal(text_config(self.model.config))
+        config = text_config(self.model.config)
+        check_causal(config)
         check_training(self.model.config, self.model.training)
         check_noise(self.model)
-        return SharedCall(plan, self.kernels, self.split, self.linear_attention, tokens)
+        linear = plan_of_mixers(self.model, plan, self.linear_attention)
+        return SharedCall(plan, self.kernels, self.split, linear, tokens, windows_of(config))
 
 
 @contextmanager
@@ -247,13 +249,15 @@ def check_noise(model: nn.Module) -> None:
     if not model.training:
         return
     for name, module in model.named_modules():
-        amounts = {key: getattr(module, key, 0.0) for key in _NOISE_OF_LAYERS}
+        # Asked for by name, what a module lacks is looked up among its parameters, buffers and submodules first.
+        own = vars(module)
+        keys = _NOISE_OF_LAYERS & own.keys()
         if isinstance(module, nn.Dropout) and "lora" not in name:
-            amounts["p"] = module.p
-        for key, amount in amounts.items():
-            if isinstance(amount, float) and amount > 0:
+            keys |= {"p"}
+        for key in keys:
+            if isinstance(own[key], float) and own[key] > 0:
                 raise ValueError(
-                    f"{name}.{key}: expected 0 in training, got {amount}; build the model anew with its config at 0"
+                    f"{name}.{key}: expected 0 in training, got {own[key]}; build the model anew with its config at 0"
                 )
 
 

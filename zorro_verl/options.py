@@ -14,7 +14,7 @@ class ZorroOptions:
     Args:
         attn_implementation: "auto" takes an explicit ``model.override_config.attn_implementation``, else torch's own
             flash attention ("sdpa"); "eager" is the dense reference, slow and for short batches;
-            "flash_attention_2" and "flash_attention_3" need their packages.
+            "flash_attention_2", "flash_attention_3" and "flash_attention_4" need their packages.
         use_split_attention: False shares projections, MLPs and head, and runs attention on the rows as they were.
         logits_optimization: "none" keeps all response logits, "compute" runs their softmax in chunks, "memory"
             projects in chunks and recomputes them in the backward. Same values and gradients.
@@ -35,7 +35,10 @@ class ZorroOptions:
 
     def __post_init__(self) -> None:
         for name, choices in (
-            ("attn_implementation", ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3")),
+            (
+                "attn_implementation",
+                ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"),
+            ),
             ("use_split_attention", (True, False)),
             ("logits_optimization", ("none", "compute", "memory")),
             ("base_strategy", ("fsdp2", "fsdp")),

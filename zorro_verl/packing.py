@@ -22,13 +22,17 @@ from zorro_verl.grouping import Rows, find_prompt_groups, first_rows, ranges
 class Plan:
     """How the rows of one micro-batch are packed: built once, read by every layer, never changed.
 
+    The host does not wait for the device to build it. Tables with an entry for each segment are made on the host, and
+    what has one for each token on the device, from these.
+
     A plain class on purpose: it rides through ``model(**kwargs)``, and FSDP2 rebuilds dataclasses, dicts and tuples
     on the way and casts the float tensors in them.
 
     Attributes:
         forest: the segments and their attention calls.
         token_index: ``(T,)`` the row token behind each packed token: ``packed = row_values[token_index]``.
-        unpack_index: ``(N,)`` the packed token of each row token: ``row_values = packed[unpack_index]``.
+        unpack_index: ``(N,)`` the packed token of each row token: ``row_values = packed[unpack_index]``. Made when it
+            is first asked for, as `label_row` is: most calls need neither.
         predictor_slot: ``(R,)`` the row token that predicts each response token (the one before it).
         predictor_index: ``(R,)`` the same in the packed row; a shared prompt's last token appears once per response.
         label_index: ``(R,)`` the response tokens themselves, as row tokens.
@@ -66,18 +70,12 @@ class Plan:
         self.num_tokens = forest.num_tokens
         self.longest_row = int(rows.lens.max())
         self.token_index = ranges(sources[forest.order], lengths[forest.order], device)
-        self.unpack_index = ranges(
-            torch.stack([prompt_starts, response_starts], 1).flatten(),
-            torch.stack([rows.prompt_lens, response_lens], 1).flatten(),
-            device,
-        )
         self.predictor_slot = ranges(predictor_slots, response_lens, device)
-        self.predictor_index = self.unpack_index[self.predictor_slot]
+        last = prompt_starts + rows.prompt_lens - 1  # predicts a response's first token, as each of these the next
+        first_tokens = (response_lens > 0).long()
+        self.predictor_index = _pairs(last, first_tokens, response_starts, response_lens - first_tokens, device)
         self.label_index = self.predictor_slot + 1
-        self.label_row = torch.arange(rows.num_rows, device=device).repeat_interleave(
-            response_lens.to(device), output_size=self.predictor_slot.numel()
-        )
-        self._rows = rows
+        self._rows, self._starts = rows, (prompt_starts, response_starts)
         self._dense_masks: dict[int | None, Tensor] = {}
 
     @property
@@ -90,6 +88,16 @@ class Plan:
         if window not in self._dense_masks:
             self._dense_masks[window] = self.forest.visible(window).to(self.token_index.device)
         return self._dense_masks[window]
+
+    @cached_property
+    def unpack_index(self) -> Tensor:
+        (prompts, responses), rows = self._starts, self._rows
+        return _pairs(prompts, rows.prompt_lens, responses, rows.response_lens, self.token_index.device)
+
+    @cached_property
+    def label_row(self) -> Tensor:
+        rows = torch.arange(self._rows.num_rows)
+        return ranges(rows, self._rows.response_lens, self.label_index.device, step=0)
 
     @cached_property
     def unshared(self) -> Plan:
@@ -113,3 +121,11 @@ def build_plan(rows: Rows, group_index: Tensor | None = None) -> Plan:
         group_index: ``(B,)`` groups as `find_prompt_groups` gives them, which is what runs when it is None.
     """
     return Plan(rows, find_prompt_groups(rows) if group_index is None else group_index)
+
+
+def _pairs(
+    starts: Tensor, lengths: Tensor, other_starts: Tensor, other_lengths: Tensor, device: torch.device
+) -> Tensor:
+    """`ranges` of each row's two pieces, one behind the other."""
+    pieces = (torch.stack(pair, 1).flatten() for pair in ((starts, other_starts), (lengths, other_lengths)))
+    return ranges(*pieces, device)

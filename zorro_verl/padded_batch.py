@@ -13,8 +13,8 @@ from verl.utils import tensordict_utils as tu
 from zorro_verl.grouping import Rows, exclusive_cumsum, ranges
 from zorro_verl.log_probs import check_temperature
 from zorro_verl.media import Vision
-from zorro_verl.models import position_axes
-from zorro_verl.verl_rows import MEDIA, check_axes, check_tokens, media_of
+from zorro_verl.micro_batches import MicroBatches
+from zorro_verl.verl_rows import GROUPS, MEDIA, check_axes, check_tokens, media_of
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 LOSS_INPUTS = ("old_log_probs", "advantages")
@@ -28,6 +28,7 @@ class PaddedBatch:
     Args:
         batch: a mapping of tensors, a TensorDict or a verl ``DataProto``. None is as good as absent.
         model: what will read it.
+        axes: how many axes its ``position_ids`` may have, see `zorro_verl.models.position_axes`.
         required: keys that this call needs beside `INPUTS`.
 
     Attributes:
@@ -36,6 +37,7 @@ class PaddedBatch:
             ``DataProto.to_tensordict`` puts them.
         rows: the batch without its padding.
         media: what its rows bring beside tokens.
+        groups: which rows share their prompt, found once for all that is done with the batch.
         valid: ``(B, R)`` bool on the device: which columns of ``responses`` hold a token.
 
     Raises:
@@ -47,6 +49,7 @@ class PaddedBatch:
         self,
         batch: Any,
         model: PreTrainedModel,
+        axes: tuple[int, ...],
         required: tuple[str, ...] = (),
     ):
         fields = _fields(batch)
@@ -68,7 +71,7 @@ class PaddedBatch:
         self.media = media = media_of(fields.get(MEDIA), num_rows, Vision.of(model.config))
         self.rows = rows = Rows.from_padded(ids, mask, positions, self.width, media.present)
         check_tokens(rows, model.get_input_embeddings().num_embeddings)
-        check_axes(rows, position_axes(model))
+        check_axes(rows, axes)
         media.check(rows)
         self.valid = mask[:, -self.width :].bool()
         if bool((self.valid & (ids[:, -self.width :] != responses.to(device))).any()):
@@ -76,6 +79,7 @@ class PaddedBatch:
                 f"responses: expected the last {self.width} columns of input_ids wherever attention_mask is 1, got "
                 "others; input_ids are left-padded prompts followed by these responses"
             )
+        self.groups = MicroBatches(rows, media)
 
     def jagged(
         self, temperature: float | Tensor, calculate_entropy: bool, loss_inputs: tuple[str, ...] = ()
@@ -96,6 +100,7 @@ class PaddedBatch:
             "position_ids": _nested(rows.position_ids, rows.lens, jagged_dim=rows.position_ids.dim()),
             "prompts": _nested(rows.tokens[prompt_tokens], rows.prompt_lens),
             "responses": _nested(self._of_responses("responses"), rows.response_lens),
+            GROUPS: torch.tensor(self.groups.group_index),
         }
         if loss_inputs:
             # A bool, which the loss sums exactly; all tokens when there is no mask.

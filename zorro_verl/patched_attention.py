@@ -102,7 +102,8 @@ class PatchedAttention:
         cos, sin = (_per_row(x, hidden_states) for x in position_embeddings)
         plan, index, source = self._plan(hidden_states, cos, sin, attention_mask)
         pack = lambda x: x.flatten(0, 1)[source][None]  # noqa: E731
-        shared = SharedCall(plan, self.kernels, self.split)
+        windows = {window_of(layer.config, layer.layer_idx)}
+        shared = SharedCall(plan, self.kernels, self.split, windows=windows)
         config = layer.config
         # The layer looks its attention up in the config that all layers share; only this call of it is meant.
         layer.config = led_config(config)

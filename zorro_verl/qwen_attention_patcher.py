@@ -22,7 +22,8 @@ class QwenAttentionPatcher:
     Args:
         attention_layer: the layer; the model around it stays as it is.
         use_split_attention: False shares the projections only, and runs attention on the rows as they were.
-        attn_implementation: "auto", "eager", "sdpa", "flash_attention_2" or "flash_attention_3".
+        attn_implementation: "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3" or
+            "flash_attention_4".
 
     Raises:
         ValueError: not an attention layer of a supported type, or an attention that can't run on its device.

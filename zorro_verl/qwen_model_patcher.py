@@ -30,7 +30,8 @@ class Qwen3ModelOncePatcher:
     Args:
         model: a ``...ForCausalLM`` or ``...ForConditionalGeneration`` of a supported type, or a PEFT model around one.
         use_split_attention: False shares projections, MLPs and head, and runs attention on the rows as they were.
-        attn_implementation: "auto", "eager", "sdpa", "flash_attention_2" or "flash_attention_3".
+        attn_implementation: "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3" or
+            "flash_attention_4".
     """
 
     def __init__(self, model: PreTrainedModel, use_split_attention: bool = True, attn_implementation: str = "auto"):

@@ -37,6 +37,8 @@ class Slices:
     Attributes:
         size, rank: how many ranks, and which this is.
         per_rank: items of a slice, t below; ``size * per_rank`` is the padded whole.
+        whole_here: whether this rank's slice is all there is, without padding: then `own`, `to_heads` and `to_tokens`
+            give back what they got, and look at no number that torch.compile could take for constant.
     """
 
     def __init__(self, count: int, group: ProcessGroup | None = None, multiple: int = 1):
@@ -45,11 +47,7 @@ class Slices:
         self.rank = 0 if group is None else dist.get_rank(group)
         unit = math.lcm(self.size, multiple)
         self.per_rank = -(-count // unit) * unit // self.size
-
-    @property
-    def whole_here(self) -> bool:
-        """Whether this rank's slice is all there is, without padding: then every method gives back what it got."""
-        return self.size == 1 and self.per_rank == self.count
+        self.whole_here = self.size == 1 and self.per_rank == count
 
     def own(self, values: Tensor, dim: int = -1) -> Tensor:
         """This rank's slice: N items of ``values`` along ``dim`` -> t of them. Padding repeats the last one."""
@@ -80,6 +78,8 @@ class Slices:
         Raises:
             ValueError: heads that don't divide.
         """
+        if self.whole_here:
+            return tensors
         if self.size == 1:
             return tuple(x[: self.count] for x in tensors)
         if tensors[0].shape[1] % self.size:

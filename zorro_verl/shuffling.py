@@ -29,10 +29,11 @@ class GroupShuffle(Sampler[int]):
         rows: one rank's rows.
         num_mini_batches: into which an epoch is cut; divides the number of rows.
         seed: of the first epoch and all that follow.
+        groups: `find_prompt_groups` of the rows, where they are at hand.
     """
 
-    def __init__(self, rows: Rows, num_mini_batches: int, seed: int):
-        self.groups = find_prompt_groups(rows)
+    def __init__(self, rows: Rows, num_mini_batches: int, seed: int, groups: torch.Tensor | None = None):
+        self.groups = find_prompt_groups(rows) if groups is None else groups
         self.prompt_lens, self.response_lens = rows.prompt_lens, rows.response_lens
         self.num_mini_batches = num_mini_batches
         self.generator = torch.Generator().manual_seed(seed)

@@ -24,7 +24,7 @@ from zorro_verl.families import auto_class, check_supported
 from zorro_verl.flops import ModelWork
 from zorro_verl.log_probs import check_temperature
 from zorro_verl.metrics import ShareCounts
-from zorro_verl.micro_batches import MicroBatches, check_count
+from zorro_verl.micro_batches import check_count
 from zorro_verl.models import install
 from zorro_verl.options import ZorroOptions
 from zorro_verl.padded_batch import LOSS_INPUTS, PaddedBatch
@@ -117,7 +117,7 @@ class Standalone:
         self.module = model.to(device)
         linear_attention = self.options.linear_attention
         install(self.module, attn_implementation, use_split_attention, linear_attention=linear_attention)
-        self._dense = self.module.forward.kernels is None
+        self._dense, self._axes = self.module.forward.kernels is None, self.module.forward.axes
         work = ModelWork.of(config)
         self._count_work = partial(work.of_groups, share_attention=use_split_attention)
         self.optimizer = self.lr_scheduler = None
@@ -160,7 +160,7 @@ class Standalone:
         temperature = check_temperature(temperature, read.rows.num_rows)
         if isinstance(temperature, Tensor):
             temperature = temperature.expand(read.rows.num_rows)
-        inputs, _ = self.pack(read.rows, read.media, temperature, calculate_entropy)
+        inputs, _ = self.pack(read, temperature, calculate_entropy)
         output = self.module(**inputs, use_cache=False)
         self._count_whole(read)
         return ActorOutput(output["log_probs"], output.get("entropy"))
@@ -223,10 +223,10 @@ class Standalone:
         return float(total), {name: float(value) for name, value in reduce_metrics(metrics).items()}
 
     def _read(self, batch: Any, required: tuple[str, ...] = ()) -> PaddedBatch:
-        return PaddedBatch(batch, self.module, required)
+        return PaddedBatch(batch, self.module, self._axes, required)
 
     def _count_whole(self, read: PaddedBatch) -> None:
-        counts = MicroBatches(read.rows, read.media).counts([range(read.rows.num_rows)], self._count_work)
+        counts = read.groups.counts([range(read.rows.num_rows)], self._count_work)
         self._stats = counts.summary()
 
     def _check_trainable(self) -> None:

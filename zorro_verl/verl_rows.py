@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict
+from torch import Tensor
 
-from zorro_verl.grouping import Rows
+from zorro_verl.grouping import Rows, number_by_first_appearance
 from zorro_verl.log_probs import check_temperature
 from zorro_verl.media import Media, Vision
 
 MEDIA = "multi_modal_inputs"
+GROUPS = "zorro_groups"  # the group of each row: found once for all rows of a call, and selected with them
 # What verl's losses read of each response token.
 PER_RESPONSE_TOKEN = (
     "response_mask",
@@ -56,11 +58,16 @@ def rows_from_verl(data: TensorDict, vision: Vision | None = None) -> tuple[Rows
         response_lens = data["attention_mask"][:, -responses.shape[1] :].bool().sum(1)
     else:
         raise ValueError("attention_mask: expected beside dense responses, got none")
-    cu_seqlens = input_ids.offsets()
+    cu_seqlens = input_ids.offsets().cpu()
     positions = position_ids.values()
-    prompt_lens = cu_seqlens.diff().cpu() - response_lens.cpu()
+    prompt_lens = cu_seqlens.diff() - response_lens.cpu()
     media = media_of(data[MEDIA] if MEDIA in data.keys() else None, cu_seqlens.numel() - 1, vision)
     return Rows(input_ids.values().long(), positions.long(), cu_seqlens, prompt_lens, media.present), media
+
+
+def groups_from_verl(data: TensorDict) -> Tensor | None:
+    """``(B,)`` int64 on the host: the groups of some rows of a call as a plan takes them; None if nobody found them."""
+    return number_by_first_appearance(data[GROUPS].cpu()) if GROUPS in data.keys() else None
 
 
 def media_of(given: Any, num_rows: int, vision: Vision | None) -> Media:

@@ -1,0 +1,79 @@
+"""What the benchmarks share: who runs when, what counts as equal, which clock, how much memory."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from measuring import (
+    Disagreement,
+    Effort,
+    Timing,
+    agree,
+    clock_for,
+    environment,
+    json_of_own_process,
+    time_interleaved,
+)
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+
+
+def test_by_turns_another_one_goes_first():
+    order = []
+    steps = [lambda name=name: order.append(name) for name in "abc"]
+    time_interleaved(steps, Effort(3))
+    assert "".join(order) == "abccbaabc"
+
+
+def test_rounds_go_on_until_the_seconds_have_passed():
+    runs = []
+    time_interleaved([lambda: runs.append(sum(range(20_000)))], Effort(1, 0.05))
+    assert len(runs) > 1
+
+
+def test_the_median_of_each_clock_is_taken():
+    times = iter([Timing(5, 1), Timing(1, 2), Timing(2, 9)])
+    assert time_interleaved([lambda: None], Effort(3), watch=lambda _: next(times)) == [Timing(2, 2)]
+
+
+def test_one_that_had_to_wait_for_its_core_is_enough_to_count_cpu_time():
+    quiet, waited = Timing(1.0, 1.0), Timing(1.2, 1.0)
+    assert clock_for([quiet, quiet]) == "wall"
+    assert clock_for([quiet, waited]) == "cpu"
+    assert (waited.by("wall"), waited.by("cpu")) == (1.2, 1.0)
+
+
+@pytest.mark.parametrize("wrong", [2e-5, math.nan])
+def test_no_figure_where_results_differ(wrong):
+    agree({"outputs": 1e-5, "gradients": 0.0}, 1e-5)
+    with pytest.raises(Disagreement, match="outputs by .*, gradients by .*no figure"):
+        agree({"outputs": 1e-5, "gradients": wrong}, 1e-5)
+
+
+def test_peak_memory_is_what_was_there_at_once(tmp_path):
+    """64 MiB and its copy, above 256 MiB that were there before."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, torch\n"
+        "from measuring import peak_resident\n"
+        "torch.ones(160 << 20)\n"  # and 640 MiB that are gone by then
+        "before = torch.ones(64 << 20)\n"
+        "print(json.dumps(peak_resident(lambda: torch.ones(16 << 20).add(1))))\n"
+    )
+    command = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); exec(open({str(script)!r}).read())"
+    peak = json_of_own_process("-c", command)
+    if peak is None:
+        pytest.skip("this system has no high-water mark of a process")
+    assert 128 << 20 <= peak < 160 << 20
+
+
+def test_a_result_says_where_it_comes_from(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPTS / "bench_cpu.py"), "--shapes", "8,4,2"])
+    found = environment("transformers", method="by hand")
+    assert found["command"] == "python scripts/bench_cpu.py --shapes 8,4,2"
+    assert "transformers 5" in found["versions"]
+    assert "thread" in found["hardware"]
+    assert found["method"] == "by hand"
+    assert json.dumps(found)
