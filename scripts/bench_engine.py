@@ -120,9 +120,26 @@ def draw_batch(shape: Shape, rank: int) -> TensorDict:
 
 
 class Worker:
-    """One of veRL's training workers, called as its trainer calls it."""
+    """One of veRL's training workers, called as its trainer calls it.
 
-    def __init__(self, strategy: str, model: str, layout: str):
+    Args:
+        strategy: "fsdp2" or "zorro".
+        model: the checkpoint's folder.
+        layout: of the stock side's rows, "padded" or "remove-padding".
+        attention: what its model asks for.
+        precision: "fp32", or "bf16" on float32 weights.
+        token_budget: of a micro-batch; `TOKEN_BUDGET` when None.
+    """
+
+    def __init__(
+        self,
+        strategy: str,
+        model: str,
+        layout: str,
+        attention: str = "sdpa",
+        precision: str = "fp32",
+        token_budget: int | None = None,
+    ):
         from verl.trainer.config import CheckpointConfig
         from verl.workers.config import (
             FSDPActorConfig,
@@ -135,14 +152,14 @@ class Worker:
         from verl.workers.utils.losses import ppo_loss
 
         remove_padding = layout == "remove-padding"
-        float32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-        engine = FSDPEngineConfig(strategy="fsdp2", mixed_precision=float32, use_torch_compile=False)
-        object.__setattr__(engine, "strategy", strategy)
+        precisions = {"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+        engine = FSDPEngineConfig(strategy="fsdp2", mixed_precision=precisions, use_torch_compile=False)
+        object.__setattr__(engine, "strategy", strategy)  # the dataclass knows veRL's own alone
         self._settings = {
             "temperature": 1.0,
             "use_remove_padding": remove_padding,
             "use_dynamic_bsz": True,
-            "max_token_len_per_gpu": TOKEN_BUDGET,
+            "max_token_len_per_gpu": token_budget or TOKEN_BUDGET,
             "use_fused_kernels": False,
         }
         config = TrainingWorkerConfig(
@@ -152,7 +169,7 @@ class Worker:
                 load_tokenizer=False,
                 use_remove_padding=remove_padding,
                 enable_gradient_checkpointing=False,
-                override_config={"attn_implementation": "sdpa"},
+                override_config={"attn_implementation": attention},
             ),
             engine_config=engine,
             optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=10**6),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -56,15 +56,19 @@ class EngineLevel:
 
     @cached_property
     def stock(self) -> Worker:
-        return GpuWorker("fsdp2", self.folder.name, self.stock_attention)
+        return self._worker("fsdp2", self.stock_attention)
 
     @cached_property
     def shared(self) -> Worker:
-        return GpuWorker("zorro", self.folder.name, "sdpa")
+        return self._worker("zorro", "sdpa")
+
+    def _worker(self, strategy: str, attention: str, precision: str = "bf16") -> Worker:
+        layout = "remove-padding" if attention == "flash_attention_2" else "padded"
+        return Worker(strategy, self.folder.name, layout, attention, precision, TOKEN_BUDGET)
 
     def reference(self, batch: Batch, work: Work) -> Results:
         """The stock worker in float32."""
-        worker = GpuWorker("fsdp2", self.folder.name, "sdpa", precision="fp32")
+        worker = self._worker("fsdp2", "sdpa", precision="fp32")
         step = _EngineStep(self, worker, as_tensordict(batch), work)
         step.run()
         return step.results()
@@ -86,59 +90,6 @@ class EngineLevel:
         """Workers stay until the process ends."""
         self.folder.cleanup()
         dist.destroy_process_group()
-
-
-class GpuWorker(Worker):
-    """A worker that computes in bfloat16 on float32 weights, as veRL's defaults do, or in float32.
-
-    Args:
-        strategy: "fsdp2" or "zorro".
-        model: the checkpoint's folder.
-        attention: what its model asks for.
-        precision: "bf16" or "fp32".
-    """
-
-    def __init__(self, strategy: str, model: str, attention: str, precision: str = "bf16"):
-        from verl.trainer.config import CheckpointConfig
-        from verl.workers.config import (
-            FSDPActorConfig,
-            FSDPEngineConfig,
-            FSDPOptimizerConfig,
-            HFModelConfig,
-            TrainingWorkerConfig,
-        )
-        from verl.workers.engine_workers import TrainingWorker
-        from verl.workers.utils.losses import ppo_loss
-
-        remove_padding = attention == "flash_attention_2"
-        precisions = {"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-        engine = FSDPEngineConfig(strategy="fsdp2", mixed_precision=precisions, use_torch_compile=False)
-        object.__setattr__(engine, "strategy", strategy)  # the dataclass knows veRL's own alone
-        self._settings = {
-            "temperature": 1.0,
-            "use_remove_padding": remove_padding,
-            "use_dynamic_bsz": True,
-            "max_token_len_per_gpu": TOKEN_BUDGET,
-            "use_fused_kernels": False,
-        }
-        self._worker = TrainingWorker(
-            TrainingWorkerConfig(
-                model_type="language_model",
-                model_config=HFModelConfig(
-                    path=model,
-                    load_tokenizer=False,
-                    use_remove_padding=remove_padding,
-                    enable_gradient_checkpointing=False,
-                    override_config={"attn_implementation": attention},
-                ),
-                engine_config=engine,
-                optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=10**6),
-                checkpoint_config=CheckpointConfig(),
-            )
-        )
-        self._worker.reset()
-        self._loss = partial(ppo_loss, config=FSDPActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True))
-        self._worker.set_loss_fn(self._loss)
 
 
 class _EngineStep:
