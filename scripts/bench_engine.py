@@ -37,6 +37,7 @@ from measuring import (
     agree,
     clock_for,
     environment,
+    largest,
     markdown_header,
     markdown_row,
     time_interleaved,
@@ -250,10 +251,6 @@ def differences(stock: Worker, zorro: Worker, batch: TensorDict, cut: bool) -> d
     return found
 
 
-def largest(x: Tensor) -> float:
-    return x.abs().max().item()
-
-
 @dataclass(frozen=True)
 class Phase:
     """What one of the two calls took."""
@@ -443,7 +440,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "float32, random weights",
         method=f"veRL's TrainingWorker, {options.ranks} gloo rank(s) with one group each, micro-batches of at most "
         f"{TOKEN_BUDGET} tokens, medians over {options.rounds} to {5 * options.rounds} "
-        "interleaved rounds, more for short rows",
+        f"interleaved rounds, more for short rows; the stock layout chosen at P, R, n = {LAYOUT_SHAPE}",
     )
     print("\n".join(f"{key}: {value}" for key, value in start.items()), flush=True)
     with tempfile.TemporaryDirectory() as model:

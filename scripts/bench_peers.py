@@ -41,7 +41,13 @@ SIZES = (
 CONTESTANTS = (
     Contestant(PLAIN, OWN, PLAIN, "the Hugging Face model on padded rows, sdpa, head on response tokens"),
     Contestant("zorro", OWN, PLAIN, "this project, sdpa"),
-    Contestant("prefix-grouper", PREFIX_GROUPER, PLAIN, "PrefixGrouper as documented, with sdpa; head on all tokens"),
+    Contestant(
+        "prefix-grouper",
+        PREFIX_GROUPER,
+        PLAIN,
+        "PrefixGrouper as documented, with sdpa; head on all tokens; "
+        "on a CPU its response call needs a dense mask, flash-attention, for which it was written, needs none",
+    ),
     Contestant("prefix-grouper-response-head", PREFIX_GROUPER, PLAIN, "the same with the head on response tokens"),
     Contestant("arctic-plain", ARCTIC, "arctic-plain", "the Hugging Face model in arctic-platform's environment"),
     Contestant("arctic-sdpa", ARCTIC, "arctic-plain", "arctic-platform, sdpa, its masks kept from the first step"),

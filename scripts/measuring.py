@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 NOISY = 1.05  # wall time over CPU time: above it the process had to wait for its core
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -71,6 +72,10 @@ def agree(differences: Mapping[str, float], tolerance: float) -> None:
     if not all(difference <= tolerance for difference in differences.values()):
         found = ", ".join(f"{name} by {difference:.1e}" for name, difference in differences.items())
         raise Disagreement(f"the results disagree: {found} (allowed: {tolerance:.0e}); no figure is reported")
+
+
+def largest(x: Tensor) -> float:
+    return x.abs().max().item()
 
 
 @dataclass(frozen=True)
@@ -189,6 +194,16 @@ def environment(*packages: str, **more: str) -> dict[str, str]:
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def number(value: float | None, form: str) -> str:
+    """In this format; "-" for what was not measured."""
+    return "-" if value is None else format(value, form)
+
+
+def verdict(met: bool | None) -> str:
+    """A target's; "-" for what was not measured."""
+    return "-" if met is None else "met" if met else "MISSED"
 
 
 def markdown_row(cells: Iterable[str]) -> str:

@@ -15,20 +15,21 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import markdown_header, markdown_row
+from measuring import markdown_header, markdown_row, number, verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 MARKED = re.compile(r"<!-- results: ([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
 REQUIRED = ("hardware", "versions", "command")
+DESCRIBED = ("model", "models", "heads", "method", "limits")  # what was run, and how, as far as a file says
 MIB, GIB = 2**20, 2**30
 
-Record = dict[str, Any]
+Record = Mapping[str, Any]
 
 
 class BadResult(ValueError):
@@ -77,7 +78,7 @@ def origin(record: Record, file: str, page: Path) -> str:
     link = Path(os.path.relpath(RESULTS / file, page.parent)).as_posix()
     parts = [record["hardware"], record["versions"]]
     parts += [f"{key} {record[key]}" for key in ("cuda", "load") if key in record]
-    parts += [record[key] for key in ("model", "method") if key in record]
+    parts += [record[key] for key in DESCRIBED if key in record]
     return f"`{record['command']}` ([figures]({link})): {'; '.join(parts)}."
 
 
@@ -89,16 +90,8 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}".replace("%", " %")
 
 
-def number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def arrow(values: Iterable[float | None], form: str, unit: float = 1) -> str:
     return " -> ".join(number(value if value is None else value / unit, form) for value in values)
-
-
-def verdict(met: bool | None) -> str:
-    return "-" if met is None else "met" if met else "MISSED"
 
 
 def shape(point: Record) -> str:
@@ -332,9 +325,8 @@ def peers_details(record: Record) -> str:
 
 
 def gpu(record: Record) -> str:
-    """The cases that have a target: our fastest against the baseline, or its stand-in where it does not fit."""
-    if "cuda" not in record:
-        raise BadResult("gpu.json: expected a run with --device cuda, got one of a CPU; remove the file")
+    """The cases that have a target: our fastest against the baseline, or its stand-in where it has no time."""
+    check_gpu(record)
     columns = (
         "",
         "token ratio",
@@ -347,26 +339,74 @@ def gpu(record: Record) -> str:
         "memory target",
         "TFLOP/s",
     )
-    rows = []
+    rows, without = [], list(record["left_out"])
     for case in record["cases"]:
         stock, ours = fastest(case, "baseline", "stand-in"), fastest(case, "ours")
-        if case["speed"] == "no target" or stock is None or ours is None:
+        if case["speed"] == "no target":
             continue
+        if stock is None or ours is None:
+            without.append(gpu_case(case))
+            continue
+        row_by_row = stock["role"] == "stand-in"
         rows.append(
             (
-                f"{case['level']}, {case['size']}, {case['shape'].replace(',', ', ')}, {case['work']}",
+                gpu_case(case),
                 f"{case['token_ratio']:.2f}",
                 f"{case['bound']:.2f}",
-                arrow((stock["seconds"], ours["seconds"]), ".2f", 1e-3),
+                f"{1e3 * stock['seconds']:.2f}{' (row by row)' if row_by_row else ''} -> {1e3 * ours['seconds']:.2f}",
                 f"{ours['speed_up']:.2f}",
                 percent(ours["share_of_bound"]),
                 case["speed"],
-                arrow((stock["peak"], ours["peak"]), ".2f", GIB),
+                f"{missing_peak(case) if row_by_row else gib(stock['peak'])} -> {gib(ours['peak'])}",
                 case["memory"],
                 number(ours["teraflops"], ".0f"),
             )
         )
+    said = [f"Without a figure: {'; '.join(without)}."] if without else []
+    return "\n\n".join([table(columns, rows), *said])
+
+
+def gpu_kernels(record: Record) -> str:
+    """The cases that have none, with all their contestants: attention alone, the head, veRL's engine."""
+    check_gpu(record)
+    columns = ("", "contestant", "ms", "speed-up", "of bound", "TFLOP/s", "peak GiB", "difference", "status")
+    rows = []
+    for case in (case for case in record["cases"] if case["speed"] == "no target"):
+        for entry in case["contestants"]:
+            compared = [e for name, e in entry["differences"].items() if name.endswith(("worst row", "gradients"))]
+            rows.append(
+                (
+                    gpu_case(case),
+                    entry["name"],
+                    number(entry["seconds"] and 1e3 * entry["seconds"], ".2f"),
+                    number(entry["speed_up"], ".2f"),
+                    percent(entry["share_of_bound"]),
+                    number(entry["teraflops"], ".0f"),
+                    gib(entry["peak"]),
+                    worst(compared) if compared else "-",
+                    ": ".join(filter(None, (entry["status"], entry["reason"]))).replace("|", "\\|"),
+                )
+            )
     return table(columns, rows)
+
+
+def check_gpu(record: Record) -> None:
+    if "cuda" not in record:
+        raise BadResult("gpu.json: expected a run with --device cuda, got one of a CPU; remove the file")
+
+
+def gpu_case(case: Record) -> str:
+    return f"{case['level']}, {case['size']}, {case['shape'].replace(',', ', ')}, {case['work']}"
+
+
+def gib(peak: float | None) -> str:
+    return number(peak if peak is None else peak / GIB, ".2f")
+
+
+def missing_peak(case: Record) -> str:
+    """Of a baseline that has no time."""
+    (baseline,) = (entry for entry in case["contestants"] if entry["role"] == "baseline")
+    return "does not fit" if baseline["status"] == "out of memory" else "does not run"
 
 
 def fastest(case: Record, *roles: str) -> Record | None:
@@ -383,6 +423,7 @@ _ENGINE = (
     "engine.json",
     measured_by("bench_engine.py", "engine.json", "--plot", "docs/images/engine.png"),
 )
+_GPU = ("gpu.json", measured_by("bench_gpu.py", "gpu.json"))
 _PEERS = ("peers.json", measured_by("bench_peers.py", "peers.json"))
 BLOCKS = {
     "cpu": Block(*_CPU, cpu),
@@ -394,7 +435,8 @@ BLOCKS = {
     "plan": Block("plan.json", measured_by("bench_plan.py", "plan.json"), plan),
     "peers": Block(*_PEERS, peers),
     "peers-details": Block(*_PEERS, peers_details),
-    "gpu": Block("gpu.json", measured_by("bench_gpu.py", "gpu.json"), gpu, "Not yet measured on a GPU"),
+    "gpu": Block(*_GPU, gpu, "Not yet measured on a GPU"),
+    "gpu-kernels": Block(*_GPU, gpu_kernels, "Not yet measured on a GPU"),
 }
 
 

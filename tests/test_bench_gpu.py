@@ -14,23 +14,12 @@ import pytest
 import torch
 from gpu_bench import attention, command, models, schedule, stock, work
 from gpu_bench.batch import Batch, groups_of
-from gpu_bench.contest import (
-    Budget,
-    Case,
-    Contestant,
-    Entry,
-    NotRun,
-    Results,
-    check_precision,
-    disagreement,
-    errors,
-    imprecision,
-    run_case,
-)
+from gpu_bench.comparison import Results, disagreement, errors, imprecision
+from gpu_bench.contest import Budget, Case, Contestant, Entry, NotRun, check_precision, run_case
 from gpu_bench.device import Device, out_of_memory
 from gpu_bench.sizes import config_of
 from gpu_bench.verdict import Outcome
-from measuring import Effort, Shape
+from measuring import Effort, Shape, Timing
 from transformers import AutoModelForCausalLM
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bench_gpu.py"
@@ -323,6 +312,62 @@ def test_memory_that_ends_while_timing_is_a_result():
     assert entries["ours"].rounds == 3
 
 
+class Caching:
+    """A device whose runs take 1 s, and 100 s while the allocator's cache does not hold what this step needs."""
+
+    type, is_cuda = "cpu", False
+
+    def __init__(self):
+        self.cached = set()
+
+    def watch(self, step):
+        seconds = 1.0 if step.__self__ in self.cached else 100.0
+        step()
+        self.cached.add(step.__self__)
+        return Timing(seconds, seconds)
+
+    def peak(self, step):
+        step()
+
+    def free(self):
+        return None
+
+    def collect(self):
+        pass
+
+    def clear(self):
+        self.cached.clear()
+
+
+class FailsAt(Fixed):
+    """One that finds no memory in some of its runs, of which the first is the warm-up."""
+
+    def __init__(self, *runs):
+        super().__init__()
+        self.failing = runs
+
+    def run(self):
+        self.runs += 1
+        if self.runs in self.failing:
+            raise memory_error()
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+@pytest.mark.parametrize("budget", [0.0, 60.0])
+def test_no_run_that_follows_an_emptied_cache_is_timed(fails_at, budget):
+    """Neither the first after a peer without memory, nor those of the turn in which it found none."""
+    device, case = Caching(), contest(baseline=Fixed(), ours=Fixed(), peer=FailsAt(fails_at))
+    for contestant in case.contestants:
+        step = contestant.prepare()
+        step.results = lambda step=step, right=step.results: device.cached.add(step) or right()  # warm from its warm-up
+    entries, wrong = run_case(case, device, Effort(2), Budget(budget))
+    assert not wrong
+    baseline, ours, peer = entries
+    assert (baseline.seconds, ours.seconds) == (1.0, 1.0)
+    assert baseline.rounds == ours.rounds
+    assert (peer.status, peer.seconds) == ("timed", 1.0) if peer.rounds else ("out of memory", None)
+
+
 def test_rounds_end_with_the_budget():
     ours = Fixed()
     entries, _ = fare(effort=Effort(50), budget=0.0, baseline=Fixed(), ours=ours)
@@ -379,6 +424,13 @@ def test_an_error_of_half_as_much_again_is_allowed_and_no_more():
     assert imprecision({"values": 0.010}, {"values": float("nan")})
 
 
+def test_the_worst_tensors_gradient_has_no_limit():
+    """Next to nothing, it may be all rounding; all gradients together have one."""
+    stock_errors = {"gradients": 0.01, "gradients, worst": 0.05}
+    assert not imprecision(stock_errors, {"gradients": 0.01, "gradients, worst": 0.4})
+    assert imprecision(stock_errors, {"gradients": 0.02, "gradients, worst": 0.05}).startswith("gradients: ")
+
+
 def test_without_a_float32_reference_nothing_is_timed():
     def exact():
         raise RuntimeError("float32 is missing")
@@ -386,6 +438,35 @@ def test_without_a_float32_reference_nothing_is_timed():
     entries, wrong = check_precision(contest(baseline=Fixed(), ours=Fixed()), exact, CPU)
     assert wrong == "the float32 reference: RuntimeError: float32 is missing"
     assert all(entry.reason for entry in entries)
+
+
+def test_an_engine_that_takes_too_long_is_ended_and_listed():
+    options = command.arguments(["--device", "cpu", "--tiny"])
+    found = command.engine_in_own_process(options, seconds=-1.0, grace=0.2)
+    assert found == {"not_run": ["engine: its process was ended after 0 s, the time was up"]}
+
+
+def test_what_was_measured_is_written_before_the_engines_turn(monkeypatch, tmp_path):
+    path, seen = tmp_path / "out.json", []
+
+    def engine(options, seconds):
+        seen.append(json.loads(path.read_text())["cases"])
+        return {"not_run": ["engine: ended"]}
+
+    monkeypatch.setattr(command, "engine_in_own_process", engine)
+    levels = ["--levels", "layer", "engine", "--shapes", "24,8,1", "--json", str(path)]
+    assert command.main(["--device", "cpu", "--tiny", *levels]) == 0
+    found = json.loads(path.read_text())
+    assert seen == [found["cases"]]
+    assert len(found["cases"]) == 2
+    assert found["not_run"] == ["engine: ended"]
+
+
+@pytest.mark.slow
+def test_the_engines_process_gets_the_attention_that_was_asked_for():
+    options = command.arguments(["--device", "cpu", "--tiny", "--attention", "flash_attention_9"])
+    found = command.engine_in_own_process(options, seconds=100.0)
+    assert "got 'flash_attention_9'" in " ".join(found["wrong"])
 
 
 def outcome(ours, baseline=1.0, ratio=2.0, bound=2.0, ours_peak=None, baseline_peak=None, room=None):
@@ -426,6 +507,12 @@ def test_the_verdict_on_speed(found, speed):
 def test_the_verdict_on_memory(found, memory):
     """A token ratio of 2: at most the baseline's over 0.8 x 2; of a baseline that did not fit, what it had."""
     assert found.memory == memory
+
+
+def test_memory_of_a_baseline_that_cannot_run_is_unknown():
+    found = outcome(1, ours_peak=GIB, room=16 * GIB)
+    found.entries[0].fail("not run", "too many tokens for 32 bits")
+    assert found.memory == "unknown: the baseline does not run"
 
 
 def test_figures_of_a_case():

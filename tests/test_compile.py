@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny import flat_rows, tiny_model, tokens
+from torch.library import opcheck
 
 from zorro_verl.grouping import Rows
 from zorro_verl.layer_call import no_mask
@@ -87,3 +88,20 @@ def test_a_layer_is_one_graph_with_the_same_values(model_type, settings):
         for a, b in zip(expected, got, strict=True):
             assert (a - b).abs().max() <= 2e-5 * max(1.0, float(a.abs().max())), groups
     assert 1 <= subject.graphs <= 5, f"{subject.graphs} compilations for {len(BATCHES)} batches"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [BATCHES[0], [(5, [3])], [(4, [2, 2, 2])]], ids=["ragged", "alone", "equal"])
+def test_the_operators_are_what_a_graph_takes_them_for(groups, dtype):
+    """Shapes, dtypes and strides that a compiled graph relies on, and a gradient of the same."""
+    forest = build_plan(rows_of(groups, 0)).forest
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda heads: torch.randn(forest.num_tokens, heads, 8, generator=generator).to(dtype)  # noqa: E731
+    q, k, v, grad = draw(4), draw(2), draw(2), draw(4)
+    for window in (None, 3):
+        tables = [tensor for call in forest.calls(window) for tensor in call.tensors]
+        settings = (tables, 0.3, "sdpa")
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        opcheck(torch.ops.zorro_verl.attention.default, (*leaves, *settings))
+        out, lse = torch.ops.zorro_verl.attention(q, k, v, *settings)
+        opcheck(torch.ops.zorro_verl.attention_backward.default, (grad, q, k, v, out, lse, *settings))

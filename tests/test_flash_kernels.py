@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zorro_verl import flash_kernels
-from zorro_verl.attention import split_attention, window_attention
+from zorro_verl.attention import split_attention
 from zorro_verl.attention_kernels import ATTENTION_IMPLEMENTATIONS, resolve_kernels
 from zorro_verl.flash_kernels import (
     FlashAttention2Kernels,
@@ -440,7 +440,7 @@ def path_by_path(values, weights, lengths, parents, window):
 
 
 def through_forest(values, weights, lengths, parents, window, kernels):
-    """The same through packed tensors, ``split_attention`` or ``window_attention``, and the kernels."""
+    """The same through packed tensors, ``split_attention`` and the kernels."""
     forest = Forest(torch.tensor(lengths), torch.tensor(parents))
     bounds = list(itertools.accumulate(lengths, initial=0))
     pack = torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in forest.order.tolist()])
@@ -449,7 +449,7 @@ def through_forest(values, weights, lengths, parents, window, kernels):
     if window is None:
         out = split_attention(*packed, forest, SCALE, kernels)
     else:
-        out = window_attention(*packed, forest, window, SCALE, kernels)
+        out = split_attention(*packed, forest, SCALE, kernels, window)
     out = out[pack.argsort()]
     (out * weights).sum().backward()
     return tuple(x.split(lengths) for x in (out.detach(), *(x.grad for x in leaves)))
@@ -925,7 +925,7 @@ def on_a_gpu(values, weights, lengths, parents, window, kernels):
     if window is None:
         out = split_attention(*packed, forest, SCALE, kernels)
     else:
-        out = window_attention(*packed, forest, window, SCALE, kernels)
+        out = split_attention(*packed, forest, SCALE, kernels, window)
     out = out[pack.argsort()]
     (out * weights.cuda()).sum().backward()
     return tuple(x.cpu().split(lengths) for x in (out.detach(), *(x.grad for x in leaves)))

@@ -216,7 +216,7 @@ def test_no_layer_waits_for_a_gpu():
     model.model.layers[-1].register_forward_hook(mode("default"))
     # In the backward the last layer is the first, and the first the last.
     model.model.layers[-1].register_full_backward_pre_hook(mode("error"))
-    model.model.embed_tokens.weight.register_post_accumulate_grad_hook(mode("default"))
+    model.model.layers[0].register_full_backward_hook(mode("default"))
     try:
         shared_step(rows, model)
         torch.cuda.set_sync_debug_mode("error")

@@ -141,13 +141,65 @@ def test_a_gpus_figures_come_from_a_gpu(tmp_path):
     case = {"level": "model", "size": "8B", "shape": "4096,1024,16", "work": "update", "bound": 3.8, "token_ratio": 4.0}
     case |= {"speed": "met", "memory": "MISSED", "contestants": contestants}
     untargeted = case | {"speed": "no target", "level": "op"}
-    record = {**ORIGIN, "cases": [case, untargeted]}
+    failed = case | {"work": "forward", "contestants": [entry("varlen", "baseline", None), *contestants[1:]]}
+    record = {**ORIGIN, "cases": [case, untargeted, failed], "left_out": ["layer, 8B: the time was up"]}
+    record |= {"models": "random weights", "heads": "the memory mode"}
     with pytest.raises(results_table.BadResult, match="--device cuda"):
         block.text(write(tmp_path, "gpu.json", record), PAGE)
     text = block.text(write(tmp_path, "gpu.json", record | {"cuda": "13"}), PAGE)
     row = "| model, 8B, 4096, 1024, 16, update | 4.00 | 3.80 | 350.00 -> 100.00 | 3.50 | 92 % | met | 2.00 -> 2.00 | "
     assert row + "MISSED" in text
     assert text.count("| 4.00 | 3.80 |") == 1, "cases without a target stay out"
+    assert "Without a figure: layer, 8B: the time was up; model, 8B, 4096, 1024, 16, forward." in text
+    assert "random weights; the memory mode; m." in text
+
+
+@pytest.mark.parametrize(("status", "said"), [("out of memory", "does not fit"), ("not run", "does not run")])
+def test_a_stand_in_is_named_and_its_peak_is_not_the_baselines(status, said, tmp_path):
+    def entry(name, role, seconds, **figures):
+        return {"name": name, "role": role, "seconds": seconds, "peak": 2**31, "teraflops": 400.0} | figures
+
+    contestants = [
+        entry("varlen", "baseline", None, status=status, peak=None),
+        entry("row by row", "stand-in", 0.7, status="timed"),
+        entry("zorro", "ours", 0.1, speed_up=7.0, share_of_bound=0.92),
+    ]
+    case = {"level": "model", "size": "8B", "shape": "4,1,8", "work": "update", "bound": 7.6, "token_ratio": 8.0}
+    case |= {"speed": "met", "memory": "met", "contestants": contestants}
+    write(tmp_path, "gpu.json", {**ORIGIN, "cuda": "13", "cases": [case], "left_out": []})
+    text = results_table.BLOCKS["gpu"].text(tmp_path, PAGE)
+    row = "| model, 8B, 4, 1, 8, update | 8.00 | 7.60 | 700.00 (row by row) -> 100.00 | 7.00 | 92 % | met | "
+    assert f"{row}{said} -> 2.00 | met | 400 |" in text
+
+
+def test_kernels_of_a_gpu_stand_beside_the_others(tmp_path):
+    """Contestants without a figure, too, with their reason; cases with a target have a table of their own."""
+
+    def entry(name, status, seconds, reason="", differences=None, share=None):
+        timed = {"seconds": seconds, "peak": 2**30 if seconds else None, "teraflops": 250.0 if seconds else None}
+        timed |= {"speed_up": 0.02 / seconds if seconds else None, "share_of_bound": share}
+        return {"name": name, "status": status, "reason": reason, "differences": differences or {}} | timed
+
+    differences = {"out": 9.0, "out, worst token": 9.0, "out, worst row": 0.002, "gradients": 0.004}
+    contestants = [
+        entry("varlen", "timed", 0.02),
+        entry("split", "timed", 0.01, differences=differences, share=0.8),
+        entry("FlexAttention", "out of memory", None, "no room for a | mask"),
+    ]
+    case = {"level": "op", "size": "8B", "shape": "4096,1024,16", "work": "forward", "speed": "no target"}
+    targeted = {"level": "model", "speed": "met", "contestants": []}
+    record = {**ORIGIN, "cases": [targeted, case | {"contestants": contestants}]}
+    block = results_table.BLOCKS["gpu-kernels"]
+    with pytest.raises(results_table.BadResult, match="--device cuda"):
+        block.text(write(tmp_path, "gpu.json", record), PAGE)
+    text = block.text(write(tmp_path, "gpu.json", record | {"cuda": "13"}), PAGE)
+    assert [line for line in text.splitlines() if line.startswith("| op")] == [
+        "| op, 8B, 4096, 1024, 16, forward | varlen | 20.00 | 1.00 | - | 250 | 1.00 | - | timed |",
+        "| op, 8B, 4096, 1024, 16, forward | split | 10.00 | 2.00 | 80 % | 250 | 1.00 | 4e-03 | timed |",
+        "| op, 8B, 4096, 1024, 16, forward | FlexAttention | - | - | - | - | - | - | "
+        "out of memory: no room for a \\| mask |",
+    ]
+    assert "| model" not in text
 
 
 def test_a_result_without_origin_is_refused(tmp_path):

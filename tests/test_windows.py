@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zorro_verl import varlen
-from zorro_verl.attention import plan_attention, reference_attention, window_attention
+from zorro_verl.attention import plan_attention, reference_attention, split_attention
 from zorro_verl.forest import Forest
 from zorro_verl.grouping import Rows, exclusive_cumsum
 from zorro_verl.packing import build_plan
@@ -99,7 +99,7 @@ def assert_same(expected, got, tolerance=1e-10):
 
 
 def windowed(q, k, v, forest, window):
-    return window_attention(q, k, v, forest, window, SCALE, KERNELS)
+    return split_attention(q, k, v, forest, SCALE, KERNELS, window)
 
 
 def reference(q, k, v, forest, window):

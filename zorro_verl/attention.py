@@ -33,7 +33,7 @@ from zorro_verl.attention_kernels import resolve_kernels
 from zorro_verl.forest import Forest, VarlenCall
 from zorro_verl.merge import merge_
 from zorro_verl.packing import Plan
-from zorro_verl.varlen import Kernels
+from zorro_verl.varlen import Kernels, lse_dtype
 
 MAX_REFERENCE_TOKENS = 16384
 
@@ -53,44 +53,26 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale:
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     scores = scores.masked_fill(~visible, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1, dtype=_precision(q)).to(q.dtype), v)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1, dtype=lse_dtype(q)).to(q.dtype), v)
 
 
-def split_attention(q: Tensor, k: Tensor, v: Tensor, forest: Forest, scale: float, kernels: Kernels) -> Tensor:
-    """The same attention in one causal call plus one rectangular call per level: no mask, no copy of K or V.
+def split_attention(
+    q: Tensor, k: Tensor, v: Tensor, forest: Forest, scale: float, kernels: Kernels, window: int | None = None
+) -> Tensor:
+    """The same attention by kernels: no mask, and no copy of K or V but within a window.
 
     Args:
         q: ``(T, Hq, D)``; k, v: ``(T, Hkv, D)`` with Hq a multiple of Hkv.
         forest: the segments the T tokens belong to.
         scale: factor on the scores.
         kernels: what computes the calls.
+        window: a token sees the last so many tokens of its row, itself included; at least 1. None for all.
 
     Returns:
-        ``(T, Hq, D)`` of q's dtype. Partial results are merged in float32 (float64 for float64 inputs).
+        ``(T, Hq, D)`` of q's dtype. Partial results are merged in float32 (float64 for float64 inputs). In a window,
+        copies of K and V, one for each segment that sees them, live within the forward and within the backward only.
     """
-    return _attend(q, k, v, forest.calls(None), scale, kernels)
-
-
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, forest: Forest, window: int, scale: float, kernels: Kernels
-) -> Tensor:
-    """Attention in which a token sees the last ``window`` tokens of its row, itself included.
-
-    Args:
-        q: ``(T, Hq, D)``; k, v: ``(T, Hkv, D)`` with Hq a multiple of Hkv.
-        forest: the segments the T tokens belong to.
-        window: at least 1.
-        scale: factor on the scores.
-        kernels: what computes the call.
-
-    Returns:
-        ``(T, Hq, D)`` of q's dtype. Copies of K and V, one for each segment that sees them, live within the forward
-        and within the backward only; their gradients are summed in float32 (float64 for float64 inputs).
-    """
-    return _attend(q, k, v, forest.calls(window), scale, kernels)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, calls: Sequence[VarlenCall], scale: float, kernels: Kernels) -> Tensor:
+    calls = forest.calls(window)
     if torch.compiler.is_compiling():
         tables = [tensor for call in calls for tensor in call.tensors]
         return _attention_op(q.contiguous(), k.contiguous(), v.contiguous(), tables, scale, kernels.name)[0]
@@ -145,7 +127,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dq, dk, dv``, given the merged ``out`` and ``lse``."""
     own, *others = calls
-    # Two terms are added in float32 and rounded once, whatever their dtype is; more are summed in that of the lse.
+    # A kernel gives terms in q's dtype. Two are added in float32 and rounded once in any case; more are summed in that.
     sums = lse.dtype if len(others) > 1 else None
     dq, dk, dv = kernels.backward(grad, q, own.keys(k), own.keys(v), out, lse, own, scale)
     dk, dv = (own.sum_keys(x, k.shape[0], lse.dtype) for x in (dk, dv))
@@ -168,7 +150,8 @@ def _backward(
 def _attention_op(
     q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, kernels: str
 ) -> tuple[Tensor, Tensor]:
-    return _forward(q, k, v, VarlenCall.from_tensors(tables), scale, resolve_kernels(kernels, q.device.type))
+    out, lse = _forward(q, k, v, VarlenCall.from_tensors(tables), scale, resolve_kernels(kernels, q.device.type))
+    return out.contiguous(), lse.contiguous()  # a compiled graph relies on the strides that the fake below has
 
 
 @torch.library.custom_op("zorro_verl::attention_backward", mutates_args=())
@@ -189,7 +172,7 @@ def _attention_backward_op(
 
 @_attention_op.register_fake
 def _(q, k, v, tables, scale, kernels):
-    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=_precision(q))
+    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=lse_dtype(q))
 
 
 @_attention_backward_op.register_fake
@@ -209,11 +192,6 @@ def _differentiate(ctx, grad, _):
 
 
 _attention_op.register_autograd(_differentiate, setup_context=_save)
-
-
-def _precision(x: Tensor) -> torch.dtype:
-    """Of softmax and sums."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def prepare_attention(plan: Plan, kernels: Kernels | None, split: bool, windows: Iterable[int | None]) -> None:
@@ -258,7 +236,7 @@ def plan_attention(
         return plan.pack(plan_attention(q, k, v, rows, scale, kernels, window=window), 0)
     window = _reach(plan, window)
     if kernels is not None:
-        return _attend(q, k, v, plan.forest.calls(window), scale, kernels)
+        return split_attention(q, k, v, plan.forest, scale, kernels, window)
     if plan.num_tokens > MAX_REFERENCE_TOKENS:
         raise ValueError(
             f"attn_implementation=eager: expected at most {MAX_REFERENCE_TOKENS} packed tokens (it builds a dense "

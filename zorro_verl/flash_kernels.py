@@ -239,7 +239,7 @@ class TorchVarlenKernels(FlashKernels):
 
 
 class FlashAttention2Kernels(FlashKernels):
-    """The package flash-attn, 2.7 and later: Ampere GPUs and newer."""
+    """The package flash-attn, 2.8.3 and later: Ampere GPUs and newer."""
 
     name = "flash_attention_2"
     package = "flash-attn"

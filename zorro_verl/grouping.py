@@ -147,8 +147,9 @@ def find_prompt_groups(rows: Rows, fingerprints: Tensor | None = None) -> Tensor
     """``(B,)`` int64 on the host: the group of each row, groups numbered by first appearance.
 
     Two rows are in one group exactly when their prompts have the same tokens at the same positions. Cost is linear
-    in the prompt tokens, and the host waits for the device twice (with each collision of hashes once more). A row that
-    is `Rows.alone` is a group of its own.
+    in the prompt tokens, and the host waits for the device twice. Each prompt of a hash that another has, too, takes
+    the comparison once more: prompts without media that differ on a further axis of positions alone. A row that is
+    `Rows.alone` is a group of its own.
 
     Args:
         rows: the rows.
@@ -180,7 +181,7 @@ def exclusive_cumsum(lengths: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A small host tensor on ``device``. Nobody waits: what lies in pageable memory is read before the call returns."""
+    """A small host tensor on ``device``, in its turn: torch waits for nothing, as pageable memory is staged at once."""
     return tensor.to(device, non_blocking=True)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zorro_verl.forest import Forest
-from zorro_verl.grouping import exclusive_cumsum, ranges
+from zorro_verl.grouping import exclusive_cumsum, ranges, to_device
 from zorro_verl.packing import Plan
 
 LINEAR_ATTENTION = ("auto", "expand", "fork")
@@ -76,7 +76,9 @@ class LinearPlan:
             self._scan_index, self._packed_index = plan.unpack_index, plan.token_index
         elif not segments.packed_round_by_round:
             scan_index = segments.round_by_round()
-            self._scan_index, self._packed_index = scan_index.to(device), scan_index.argsort().to(device)
+            self._scan_index, self._packed_index = (
+                to_device(index, device) for index in (scan_index, scan_index.argsort())
+            )
         self._rounds = list(segments.rounds(varlen, device))
 
     @property
@@ -233,13 +235,13 @@ class _Round:
         self, start: int, lengths: Tensor, parents: Tensor | None, last: bool, varlen: bool, device: torch.device
     ):
         self.tokens = slice(start, start + int(lengths.sum()))
-        self.parents = None if parents is None else parents.to(device)
+        self.parents = None if parents is None else to_device(parents, device)
         self.last = last
         self.shape = (lengths.numel(), int(lengths.max()))
         self.cu_seqlens = self.slots = None
         if varlen:
             # One tensor for all layers: flash-linear-attention keeps what it derives from it by identity.
-            self.cu_seqlens = exclusive_cumsum(lengths).to(device)
+            self.cu_seqlens = to_device(exclusive_cumsum(lengths), device)
         elif int(lengths.min()) < self.shape[1]:
             self.slots = ranges(torch.arange(self.shape[0]) * self.shape[1], lengths, device)
 

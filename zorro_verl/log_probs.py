@@ -122,6 +122,7 @@ class _FromLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, inverse, wanted, rows):
         ctx.set_materialize_grads(False)
+        ctx.entropy_wanted = wanted[0]
         stats = [
             _statistics(logits[part], labels[part], _of(inverse, part), wanted)
             for part in _chunks(logits.shape[0], rows)
@@ -135,6 +136,7 @@ class _FromLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropy, _):
+        grad_entropy = grad_entropy if ctx.entropy_wanted else None  # torch.compile makes one of no elements
         logits, *statistics = ctx.saved_tensors
         parts = _chunks(logits.shape[0], ctx.rows)
         grad = torch.empty_like(logits) if len(parts) > 1 else None
@@ -152,6 +154,7 @@ class _FromHidden(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, inverse, wanted):
         ctx.set_materialize_grads(False)
+        ctx.entropy_wanted = wanted[0]
         ctx.rows = rows = _rows_per_chunk(weight.shape[0], weight.device)
         stats = []
         for part in _chunks(hidden.shape[0], rows):
@@ -166,6 +169,7 @@ class _FromHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropy, _):
+        grad_entropy = grad_entropy if ctx.entropy_wanted else None
         hidden, weight, bias, *statistics = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None

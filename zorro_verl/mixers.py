@@ -71,6 +71,8 @@ class SharedMixer:
 
     def enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before the decoder layer runs."""
+        # Also where there is none: an interrupt in a layer leaves without its hooks.
+        _running.call = None
         if kwargs.get("zorro") is None:
             return
         mixer = self.mixer

@@ -25,6 +25,7 @@ from measuring import Effort, Shape, environment, write_json
 from zorro_verl.log_probs import LOGITS_OPTIMIZATIONS
 
 SCRIPT = Path(__file__).resolve().parent.parent / "bench_gpu.py"
+GRACE = 60.0  # seconds that the engine level's process may take beyond its budget: it starts, and a case ends
 SHAPES = tuple(map(Shape.parse, ("4096,1024,16", "16384,1024,16", "32768,4096,8", "4096,1024,1")))
 QUICK_SHAPES = tuple(map(Shape.parse, ("4096,1024,16", "4096,1024,1")))
 TINY_SHAPES = tuple(map(Shape.parse, ("48,16,4", "24,8,1")))
@@ -201,6 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             run.take(piece)
     found = run.as_dict()
     if apart:
+        if options.json:  # whatever becomes of the other process
+            write_json(options.json, surroundings | found)
+        device.clear()
         for key, more in engine_in_own_process(options, run.budget.left).items():
             found[key] = found[key] + more
     print()
@@ -216,15 +220,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(found["wrong"]) or (options.check and bool(missed or found["left_out"])))
 
 
-def engine_in_own_process(options: argparse.Namespace, seconds: float) -> dict[str, list]:
-    """The engine level's part of the results: veRL and its process group want a process to themselves."""
+def engine_in_own_process(options: argparse.Namespace, seconds: float, grace: float = GRACE) -> dict[str, list]:
+    """The engine level's part of the results: veRL and its process group want a process to themselves.
+
+    Args:
+        options: of this run.
+        seconds: that its cases may take.
+        grace: seconds beyond, after which the process is ended.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "engine.json")
         command = [sys.executable, str(SCRIPT), "--levels", "engine", "--device", options.device, "--json", str(path)]
         command += ["--sizes", *options.sizes, "--shapes", *map(str, options.shapes), "--layers", str(options.layers)]
         command += ["--rounds", str(options.rounds), "--seconds", str(max(seconds, 1e-3))]
-        finished = subprocess.run([*command, "--tiny"] if options.tiny else command)
+        command += ["--attention", options.attention, *(["--tiny"] if options.tiny else [])]
+        limit = max(seconds, 0.0) + grace
+        try:
+            code = subprocess.run(command).returncode
+        except subprocess.TimeoutExpired:
+            return {"not_run": [f"engine: its process was ended after {limit:.0f} s, the time was up"]}
         if path.exists():
             results = json.loads(path.read_text())
             return {key: results[key] for key in ("precision", "cases", "left_out", "not_run", "wrong")}
-    return {"not_run": [f"engine: its process ended with exit code {finished.returncode}, see above"]}
+    return {"not_run": [f"engine: its process ended with exit code {code}, see above"]}

@@ -6,41 +6,20 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import torch
+from gpu_bench.comparison import PRECISION, Results, disagreement, errors, imprecision
 from gpu_bench.device import Device, out_of_memory
 from measuring import Effort, Timing, clock_for
-from torch import Tensor
 
 SHARE_OF_BOUND = 0.90  # target where a prompt is shared
 SPEED_ALONE = 0.98  # target where nothing is shared
 SHARE_OF_RATIO = 0.80  # activations may take the baseline's bytes over this share of the token ratio
-# bfloat16 against bfloat16: values as root mean squares, gradients as a share of their norm; or so many times what the
-# stock one is off from float32 on short rows, where that is more. The extreme of many tokens grows with their number.
-TOLERANCES = {"worst token": 0.3, "worst row": 0.05, "gradients": 0.05}
-TIMES_STOCK = {"worst token": 4.0, "worst row": 3.0, "gradients": 3.0}
-PRECISION = 1.5  # an error against float32 may be so many times the stock one's
 LONG_ROUND = 4.0  # seconds: rounds that take longer vary little, and two of them do
-ROUNDING = 1e-6  # float32's own, below which errors are not compared
 
 
 class NotRun(Exception):
     """A contestant can't run here; the text says why."""
-
-
-class Results(NamedTuple):
-    """What a run computed, in a layout that all contestants of a case have in common.
-
-    Attributes:
-        values: ``(tokens, ...)`` each; what a contestant does not compute is not there, and not compared.
-        lens: how the tokens lie in rows (or segments).
-        gradients: by name; empty for a forward.
-    """
-
-    values: dict[str, Tensor]
-    lens: list[int]
-    gradients: dict[str, Tensor]
 
 
 class Step(Protocol):
@@ -149,56 +128,6 @@ class Budget:
         return self.seconds - (time.perf_counter() - self._started)
 
 
-def errors(expected: Results, got: Results) -> dict[str, float]:
-    """Root mean squares of values, over all, in the worst row and of the worst token; norms of gradients, by which all
-    of them and the worst tensor's are off."""
-    found: dict[str, float] = {}
-    for name in expected.values.keys() & got.values.keys():
-        difference = expected.values[name].float() - got.values[name].float()
-        squares = difference.square_().reshape(difference.shape[0], -1).mean(1)
-        found[name] = squares.mean().sqrt().item()
-        found[f"{name}, worst token"] = squares.max().sqrt().item()
-        rows = [part.mean() for part in squares.split(expected.lens) if part.numel()]
-        found[f"{name}, worst row"] = torch.stack(rows).max().sqrt().item()
-    if expected.gradients:
-        pairs = [(g.float(), got.gradients[name].float()) for name, g in expected.gradients.items()]
-        wrong = torch.stack([(a - b).norm() for a, b in pairs])
-        norms = torch.stack([a.norm() for a, _ in pairs])
-        found["gradients"] = (wrong.norm() / norms.norm()).item()
-        found["gradients, worst"] = (wrong / norms).nan_to_num(posinf=float("inf")).max().item()
-    return found
-
-
-def disagreement(differences: dict[str, float], stock: dict[str, float]) -> str:
-    """What differs by more than bfloat16 explains; empty when nothing does.
-
-    Args:
-        differences: from the baseline.
-        stock: the stock errors against float32, by the same names; empty where they were not measured.
-
-    The worst tensor's gradient has no limit: of one whose true gradient is next to nothing, all is rounding.
-    """
-    found = []
-    for name, difference in differences.items():
-        kind = name.partition(", ")[2] or ("gradients" if name == "gradients" else "worst row")
-        if name == "gradients, worst":
-            continue
-        limit = max(TOLERANCES[kind], TIMES_STOCK[kind] * stock.get(name, 0.0))
-        if not difference <= limit:
-            found.append(f"{name} by {difference:.1e} (allowed: {limit:.2g})")
-    return ", ".join(found)
-
-
-def imprecision(stock: dict[str, float], ours: dict[str, float]) -> str:
-    """Which of our errors against float32 are out of proportion to the stock ones; empty when none is."""
-    found = [
-        f"{name}: {error:.1e} against {stock[name]:.1e}"
-        for name, error in ours.items()
-        if not error <= PRECISION * stock[name] + ROUNDING and not name.endswith("worst token")  # chance
-    ]
-    return ", ".join(found)
-
-
 def check_precision(case: Case, exact: Callable[[], Results], device: Device) -> tuple[list[Entry], str]:
     """Every contestant's errors against float32, as ``differences``, and what is wrong with ours (nothing: empty).
 
@@ -232,7 +161,9 @@ def check_precision(case: Case, exact: Callable[[], Results], device: Device) ->
 
 def run_case(case: Case, device: Device, effort: Effort, budget: Budget) -> tuple[list[Entry], str]:
     """Compare, then time by turns. Also gives what is wrong with ours (nothing: empty), and then nothing was timed."""
-    entries, ready, expected = [Entry.of(contestant) for contestant in case.contestants], [], None
+    entries = [Entry.of(contestant) for contestant in case.contestants]
+    ready: list[tuple[Entry, Step]] = []
+    expected, cold = None, False
     for entry, contestant in zip(entries, case.contestants, strict=True):
         if entry.role == "stand-in" and expected is not None:
             entry.fail("not run", "the whole batch fits")
@@ -248,12 +179,14 @@ def run_case(case: Case, device: Device, effort: Effort, budget: Budget) -> tupl
                 entry.fail("disagrees", f"with the baseline, {wrong}")
             else:
                 ready.append((entry, step))
+        else:
+            cold = bool(ready)  # what did not run had the cache emptied, that of those before it too
         step = found = None  # else it lives on through the next one's run
     wrong = _what_is_wrong(entries)
     expected = None
-    device.clear()
+    device.collect()
     if not wrong:
-        _time_by_turns(ready, device, effort, budget)
+        _time_by_turns(ready, cold, device, effort, budget)
     return entries, wrong
 
 
@@ -292,30 +225,42 @@ def _note(entry: Entry, error: Exception) -> None:
         entry.fail("not run", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
-def _time_by_turns(ready: list[tuple[Entry, Step]], device: Device, effort: Effort, budget: Budget) -> None:
-    """One after the other, by turns first; at least one round, and no other that the budget does not hold."""
-    runs: list[list[Timing]] = [[] for _ in ready]
-    started, last = time.perf_counter(), 0.0
+def _time_by_turns(ready: list[tuple[Entry, Step]], cold: bool, device: Device, effort: Effort, budget: Budget) -> None:
+    """One after the other, by turns first; at least one round, and no other that the budget does not hold.
+
+    Args:
+        cold: the allocator's cache was emptied. The next turn then asks the driver for memory, and does not count.
+            The same holds where a contestant fails, of its turn and of the next.
+    """
+    runs: dict[str, list[Timing]] = {entry.name: [] for entry, _ in ready}
+    started, last, rounds = time.perf_counter(), 0.0, 0
     for turn in itertools.count():
         begun = time.perf_counter()
         least = min(effort.rounds, 2) if last > LONG_ROUND else effort.rounds
-        if turn >= least and begun - started >= effort.seconds:
+        if rounds >= least and begun - started >= effort.seconds:
             break
-        if turn and budget.left < last:
+        if rounds and budget.left < last:
             break
-        order = list(zip(ready, runs, strict=True))
-        for (entry, step), timings in order if turn % 2 == 0 else reversed(order):
-            if entry.status == "ready":
-                _time_once(entry, step, timings, device)
-        last = time.perf_counter() - begun
-    clock = clock_for([timing for timings in runs for timing in timings]) if any(runs) else "wall"
-    for (entry, _), timings in zip(ready, runs, strict=True):
-        if entry.status == "ready" and timings:
-            entry.status, entry.rounds = "timed", len(timings)
-            entry.seconds = Timing.median(timings).by(clock)
+        order = [(entry, step) for entry, step in ready if entry.status == "ready"]
+        if not order:
+            break
+        found = [(entry, _time_once(entry, step, device)) for entry, step in (order, order[::-1])[turn % 2]]
+        failed = any(timing is None for _, timing in found)
+        if not (cold or failed):
+            rounds += 1
+            for entry, timing in found:
+                runs[entry.name].append(timing)
+        cold, last = failed, time.perf_counter() - begun
+    clock = clock_for([timing for timings in runs.values() for timing in timings])
+    for entry, _ in ready:
+        if entry.status == "ready":
+            entry.status, entry.rounds = "timed", len(runs[entry.name])
+            entry.seconds = Timing.median(runs[entry.name]).by(clock)
 
 
-def _time_once(entry: Entry, step: Step, timings: list[Timing], device: Device) -> None:
+def _time_once(entry: Entry, step: Step, device: Device) -> Timing | None:
+    """None, with the reason in the entry and the cache emptied, where it fails."""
+    timings: list[Timing] = []
     try:
         step.reset()
         peak = device.peak(lambda: timings.append(device.watch(step.run)))
@@ -323,5 +268,6 @@ def _time_once(entry: Entry, step: Step, timings: list[Timing], device: Device) 
         _note(entry, error)
     else:
         entry.peak = peak if entry.peak is None else max(peak, entry.peak)
-        return
+        return timings[0]
     device.clear()
+    return None

@@ -51,15 +51,20 @@ class Device:
         return torch.cuda.max_memory_allocated() - before
 
     def free(self) -> int | None:
-        """Bytes that tensors could still take up; None on a CPU."""
+        """Bytes that tensors could still take up: the driver's, and the cache's unused ones; None on a CPU."""
         if not self.is_cuda:
             return None
-        return torch.cuda.get_device_properties(0).total_memory - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
-    def clear(self) -> None:
-        """Give back what nobody refers to any more; there is nothing to gain from that on a CPU."""
+    def collect(self) -> None:
+        """Free what nobody refers to any more, into the allocator's cache; nothing to gain from that on a CPU."""
         if self.is_cuda:
             gc.collect()
+
+    def clear(self) -> None:
+        """The same, and give the cache back to the driver. What runs next has to ask for its memory again."""
+        if self.is_cuda:
+            self.collect()
             torch.cuda.empty_cache()
 
     def describe(self) -> dict[str, str]:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from bench_engine import Worker, jagged, with_old_log_probs
 from gpu_bench.batch import Batch
-from gpu_bench.contest import Contestant, Results
+from gpu_bench.comparison import Results
+from gpu_bench.contest import Contestant
 from gpu_bench.models import Work
 from gpu_bench.stock import PEAKED
 from gpu_bench.work import operations
@@ -32,10 +33,11 @@ class EngineLevel:
     Args:
         config: sizes of the model.
         device: "cuda" or "cpu".
+        attention: attn_implementation of the shared side's model.
     """
 
-    def __init__(self, config: PretrainedConfig, device: str):
-        self.config, self.device = config, device
+    def __init__(self, config: PretrainedConfig, device: str, attention: str):
+        self.config, self.device, self.attention = config, device, attention
         # What a launcher would set; this process has no other use for them.
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         if device == "cpu":
@@ -60,7 +62,7 @@ class EngineLevel:
 
     @cached_property
     def shared(self) -> Worker:
-        return self._worker("zorro", "sdpa")
+        return self._worker("zorro", self.attention)
 
     def _worker(self, strategy: str, attention: str, precision: str = "bf16") -> Worker:
         layout = "remove-padding" if attention == "flash_attention_2" else "padded"

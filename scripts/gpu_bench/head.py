@@ -11,7 +11,8 @@ from functools import partial
 
 import torch
 from gpu_bench.batch import Batch
-from gpu_bench.contest import Contestant, NotRun, Results
+from gpu_bench.comparison import Results
+from gpu_bench.contest import Contestant, NotRun
 from gpu_bench.models import Work
 from gpu_bench.work import Passes
 from torch import Tensor

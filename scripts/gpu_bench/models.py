@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 from gpu_bench.batch import Batch, Piece
-from gpu_bench.contest import Contestant, Results
+from gpu_bench.comparison import Results
+from gpu_bench.contest import Contestant
 from gpu_bench.stock import build_model, hidden_states, set_checkpointing
 from gpu_bench.work import CHECKPOINTED_UPDATE, FORWARD, UPDATE, Passes, operations
 from torch import Tensor

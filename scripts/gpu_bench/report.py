@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from importlib.metadata import PackageNotFoundError, version
 
-from gpu_bench.contest import PRECISION, TIMES_STOCK, TOLERANCES, Entry
+from gpu_bench.comparison import PRECISION, TIMES_STOCK, TOLERANCES
+from gpu_bench.contest import LONG_ROUND, Entry
 from gpu_bench.verdict import Outcome
+from measuring import Effort, markdown_header, markdown_row, number
 
 OPTIONAL = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "liger-kernel", "verl")
 COLUMNS = ("contestant", "ms", "rounds", "speed-up", "of bound", "TFLOP/s", "peak GiB", "difference", "")
@@ -28,9 +30,9 @@ def settings(options: argparse.Namespace) -> dict[str, str]:
     return {
         "models": f"Qwen3 {', '.join(options.sizes)}, {options.layers} layers, bfloat16, random weights",
         "heads": f"logits_optimization={options.logits_optimization} on both sides, on response rows only",
-        "method": f"{options.effort}; the host's work counts, from the call to the last kernel's end; peak: bytes "
-        "allocated during a run above those before it, where gradients are allocated already; TFLOP/s: executed "
-        "multiply-adds count two, of masked attention those that the mask needs",
+        "method": f"medians over {_rounds(options.effort)}; the host's work counts, from the call to the last kernel's "
+        "end; peak: bytes allocated during a run above those before it, where gradients are allocated already; "
+        "TFLOP/s: executed multiply-adds count two, of masked attention those that the mask needs",
         "equality": f"error against float32 at most {PRECISION} times the stock one's on short rows; then against the "
         f"baseline at the timed shape, in bfloat16: at most {TOLERANCES}, or {TIMES_STOCK} times the stock error on "
         "short rows, the larger; values as root mean squares, gradients (of the first layer; of all inputs at op "
@@ -38,6 +40,13 @@ def settings(options: argparse.Namespace) -> dict[str, str]:
         "limits": "flash attention 2's backward addresses (tokens + 128 rows) x heads x head size in 32 bits; a "
         "contestant beyond that is not run",
     }
+
+
+def _rounds(effort: Effort) -> str:
+    """How often a case is run; the table says how often it was."""
+    fewer = f", {min(effort.rounds, 2)} where a round takes over {LONG_ROUND:g} s"
+    more = f" and until {effort.seconds:g} s have passed" if effort.seconds else ""
+    return f"{effort.rounds} interleaved rounds{more}{fewer}, fewer when the time is up; the table says how many"
 
 
 def precision_lines(outcome: Outcome) -> str:
@@ -62,8 +71,7 @@ def table(outcome: Outcome) -> str:
     lines = [f"\n{case.title}", bound]
     if outcome.wrong:
         return "\n".join([*lines, f"WRONG, nothing is timed: {outcome.wrong}"])
-    lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    return "\n".join([*lines, *(_row(outcome, entry) for entry in outcome.entries)])
+    return "\n".join([*lines, markdown_header(COLUMNS), *(_row(outcome, entry) for entry in outcome.entries)])
 
 
 def _row(outcome: Outcome, entry: Entry) -> str:
@@ -71,17 +79,13 @@ def _row(outcome: Outcome, entry: Entry) -> str:
     worst = max(compared.values(), default=None)
     cells = (
         entry.name,
-        _number(entry.seconds and entry.seconds * 1e3, ".2f"),
+        number(entry.seconds and entry.seconds * 1e3, ".2f"),
         str(entry.rounds or "-"),
-        _number(outcome.speed_up(entry), ".2f"),
-        _number(outcome.share_of_bound(entry), ".0%"),
-        _number(entry.teraflops, ".0f"),
-        _number(entry.peak and entry.peak / 2**30, ".2f"),
-        _number(worst, ".0e"),
+        number(outcome.speed_up(entry), ".2f"),
+        number(outcome.share_of_bound(entry), ".0%"),
+        number(entry.teraflops, ".0f"),
+        number(entry.peak and entry.peak / 2**30, ".2f"),
+        number(worst, ".0e"),
         "" if entry.status == "timed" else f"{entry.status}: {entry.reason}",
     )
-    return f"| {' | '.join(cells)} |"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return markdown_row(cells)

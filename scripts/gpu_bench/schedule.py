@@ -162,13 +162,13 @@ def _head(size, layers, shapes, device, *_) -> Piece:
     return Piece("head", size, lambda: HeadLevel(config, device), config, works, shapes[:1])
 
 
-def _engine(size, layers, shapes, device, *_) -> Piece:
+def _engine(size, layers, shapes, device, attention_name, *_) -> Piece:
     config = config_of(size, layers)
 
     def build() -> Level:
         from gpu_bench.engine import EngineLevel  # imports what only veRL brings
 
-        return EngineLevel(config, device)
+        return EngineLevel(config, device, attention_name)
 
     return Piece("engine", size, build, config, (ENGINE_LOG_PROB, ENGINE_UPDATE), shapes[:1])
 

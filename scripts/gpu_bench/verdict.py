@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from gpu_bench.contest import SHARE_OF_BOUND, SHARE_OF_RATIO, SPEED_ALONE, Case, Entry
+from measuring import verdict
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Outcome:
         if self.ours is None or self.baseline is None:
             return "not measured"
         if self.case.token_ratio == 1:
-            return _verdict(self.speed_up(self.ours) >= SPEED_ALONE)
-        return _verdict(self.share_of_bound(self.ours) >= SHARE_OF_BOUND)
+            return verdict(self.speed_up(self.ours) >= SPEED_ALONE)
+        return verdict(self.share_of_bound(self.ours) >= SHARE_OF_BOUND)
 
     @property
     def memory(self) -> str:
@@ -62,7 +63,9 @@ class Outcome:
             return "not measured"
         allowance = 1 / (SHARE_OF_RATIO * self.case.token_ratio)
         if whole.peak is not None:
-            return _verdict(ours.peak <= whole.peak * allowance)
+            return verdict(ours.peak <= whole.peak * allowance)
+        if whole.status == "not run":
+            return "unknown: the baseline does not run"
         if whole.room is not None and ours.peak <= whole.room * allowance:
             return "met"
         return "unknown: the baseline does not fit"
@@ -89,7 +92,3 @@ class Outcome:
             "speed_up": self.speed_up(entry),
             "share_of_bound": self.share_of_bound(entry),
         }
-
-
-def _verdict(met: bool) -> str:
-    return "met" if met else "MISSED"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from measuring import clock_for, markdown_header, markdown_row
+from measuring import clock_for, markdown_header, markdown_row, number
 from peers.cases import Case
 from peers.race import Result
 
@@ -61,22 +61,18 @@ COLUMNS = ("contestant", "seconds", "speed-up", "of bound", "peak MiB", "max dif
 
 def table(standings: Standings) -> str:
     case = standings.case
-    numbers = f"token ratio {case.token_ratio:.2f}, FLOP bound {shown(case.bound, '.2f')}, {standings.clock} clock"
+    numbers = f"token ratio {case.token_ratio:.2f}, FLOP bound {number(case.bound, '.2f')}, {standings.clock} clock"
     lines = [f"P, R, n = {case.name}: {numbers}", "", markdown_header(COLUMNS)]
     for result in standings.results:
         difference, peak = result.from_plain, result.peak_bytes
         cells = (
             result.contestant.name,
-            shown(standings.seconds(result), ".3f"),
-            shown(standings.speed_up(result), ".2f"),
-            shown(standings.of_bound(result), ".0%"),
-            shown(peak and peak / 2**20, ".0f"),
+            number(standings.seconds(result), ".3f"),
+            number(standings.speed_up(result), ".2f"),
+            number(standings.of_bound(result), ".0%"),
+            number(peak and peak / 2**20, ".0f"),
             f"{difference.log_prob:.0e}, {difference.gradient:.0e}" if difference else "-",
             result.status,
         )
         lines.append(markdown_row(cells))
     return "\n".join(lines)
-
-
-def shown(number: float | None, form: str) -> str:
-    return "-" if number is None else format(number, form)
