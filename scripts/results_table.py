@@ -332,6 +332,7 @@ def gpu(record: Record) -> str:
         "token ratio",
         "FLOP bound",
         "ms, stock -> shared",
+        "rounds",
         "speed-up",
         "of bound",
         "speed target",
@@ -354,6 +355,7 @@ def gpu(record: Record) -> str:
                 f"{case['token_ratio']:.2f}",
                 f"{case['bound']:.2f}",
                 f"{1e3 * stock['seconds']:.2f}{' (row by row)' if row_by_row else ''} -> {1e3 * ours['seconds']:.2f}",
+                str(ours["rounds"]),
                 f"{ours['speed_up']:.2f}",
                 percent(ours["share_of_bound"]),
                 case["speed"],
@@ -369,7 +371,7 @@ def gpu(record: Record) -> str:
 def gpu_kernels(record: Record) -> str:
     """The cases that have none, with all their contestants: attention alone, the head, veRL's engine."""
     check_gpu(record)
-    columns = ("", "contestant", "ms", "speed-up", "of bound", "TFLOP/s", "peak GiB", "difference", "status")
+    columns = ("", "contestant", "ms", "rounds", "speed-up", "of bound", "TFLOP/s", "peak GiB", "difference", "status")
     rows = []
     for case in (case for case in record["cases"] if case["speed"] == "no target"):
         for entry in case["contestants"]:
@@ -379,6 +381,7 @@ def gpu_kernels(record: Record) -> str:
                     gpu_case(case),
                     entry["name"],
                     number(entry["seconds"] and 1e3 * entry["seconds"], ".2f"),
+                    str(entry["rounds"] or "-"),
                     number(entry["speed_up"], ".2f"),
                     percent(entry["share_of_bound"]),
                     number(entry["teraflops"], ".0f"),

@@ -432,6 +432,24 @@ def test_a_layer_that_fails_leaves_no_plan_behind():
     assert _running.call is None
 
 
+def test_an_interrupt_in_a_layer_leaves_no_plan_behind():
+    """torch runs no hook after one: the next call of as many tokens would scan them by the old plan."""
+    plain = plain_model("qwen3_next")
+    model = installed(plain)
+    _, mixer = linear_layers(model)[0]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = mixer.out_proj.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        shared_call(model, ROWS)
+    hook.remove()
+    tokens = build_plan(flat_rows(ROWS)).pack(flat_rows(ROWS).tokens)[None]
+    expected, got = (m(tokens, use_cache=False).logits for m in (plain, model))
+    assert torch.equal(expected, got)
+
+
 def test_packed_sequences_without_a_plan_need_the_packages():
     """The rule in torch would run them as one, and so would the plain conv."""
     model = installed(plain_model("qwen3_next"))

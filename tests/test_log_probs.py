@@ -362,3 +362,27 @@ def test_non_finite_logits_stay_visible(mode):
     log_prob, entropy = computed(head, mode)
     assert log_prob.isnan().tolist() == entropy.isnan().tolist() == [False, False, True, False, False, False, False]
     assert gradients(head, log_prob, entropy)[1].isnan().any()
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("start", ["logits", "hidden"])
+def test_in_a_compiled_function(start, entropy):
+    """torch.compile hands the backward a gradient of what was not asked for, too."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (9, VOCAB))
+    labels = torch.randint(VOCAB, (9,), generator=generator)
+
+    def loss(hidden, weight):
+        if start == "hidden":
+            scores = log_probs_from_hidden(hidden, weight, None, labels, 1.0, entropy)
+        else:
+            scores = log_probs_from_logits(hidden @ weight.T, labels, 1.0, entropy)
+        return sum(values.cos().sum() for values in scores.by_name().values())
+
+    torch._dynamo.reset()
+    results = []
+    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        results.append([*torch.autograd.grad(function(*leaves), leaves)])
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, atol=1e-12)

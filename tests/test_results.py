@@ -129,7 +129,8 @@ def test_a_gpus_figures_come_from_a_gpu(tmp_path):
     assert not re.search(r"\d", text.replace(block.command, "")), "no number where nothing was measured"
 
     def entry(name, role, seconds, **figures):
-        return {"name": name, "role": role, "seconds": seconds, "peak": 2**31, "teraflops": 400.0} | figures
+        measured = {"seconds": seconds, "rounds": 3, "peak": 2**31, "teraflops": 400.0}
+        return {"name": name, "role": role} | measured | figures
 
     ours = {"speed_up": 3.5, "share_of_bound": 0.92}
     contestants = [
@@ -147,7 +148,9 @@ def test_a_gpus_figures_come_from_a_gpu(tmp_path):
     with pytest.raises(results_table.BadResult, match="--device cuda"):
         block.text(write(tmp_path, "gpu.json", record), PAGE)
     text = block.text(write(tmp_path, "gpu.json", record | {"cuda": "13"}), PAGE)
-    row = "| model, 8B, 4096, 1024, 16, update | 4.00 | 3.80 | 350.00 -> 100.00 | 3.50 | 92 % | met | 2.00 -> 2.00 | "
+    row = (
+        "| model, 8B, 4096, 1024, 16, update | 4.00 | 3.80 | 350.00 -> 100.00 | 3 | 3.50 | 92 % | met | 2.00 -> 2.00 | "
+    )
     assert row + "MISSED" in text
     assert text.count("| 4.00 | 3.80 |") == 1, "cases without a target stay out"
     assert "Without a figure: layer, 8B: the time was up; model, 8B, 4096, 1024, 16, forward." in text
@@ -157,7 +160,8 @@ def test_a_gpus_figures_come_from_a_gpu(tmp_path):
 @pytest.mark.parametrize(("status", "said"), [("out of memory", "does not fit"), ("not run", "does not run")])
 def test_a_stand_in_is_named_and_its_peak_is_not_the_baselines(status, said, tmp_path):
     def entry(name, role, seconds, **figures):
-        return {"name": name, "role": role, "seconds": seconds, "peak": 2**31, "teraflops": 400.0} | figures
+        measured = {"seconds": seconds, "rounds": 3, "peak": 2**31, "teraflops": 400.0}
+        return {"name": name, "role": role} | measured | figures
 
     contestants = [
         entry("varlen", "baseline", None, status=status, peak=None),
@@ -168,7 +172,7 @@ def test_a_stand_in_is_named_and_its_peak_is_not_the_baselines(status, said, tmp
     case |= {"speed": "met", "memory": "met", "contestants": contestants}
     write(tmp_path, "gpu.json", {**ORIGIN, "cuda": "13", "cases": [case], "left_out": []})
     text = results_table.BLOCKS["gpu"].text(tmp_path, PAGE)
-    row = "| model, 8B, 4, 1, 8, update | 8.00 | 7.60 | 700.00 (row by row) -> 100.00 | 7.00 | 92 % | met | "
+    row = "| model, 8B, 4, 1, 8, update | 8.00 | 7.60 | 700.00 (row by row) -> 100.00 | 3 | 7.00 | 92 % | met | "
     assert f"{row}{said} -> 2.00 | met | 400 |" in text
 
 
@@ -177,7 +181,11 @@ def test_kernels_of_a_gpu_stand_beside_the_others(tmp_path):
 
     def entry(name, status, seconds, reason="", differences=None, share=None):
         timed = {"seconds": seconds, "peak": 2**30 if seconds else None, "teraflops": 250.0 if seconds else None}
-        timed |= {"speed_up": 0.02 / seconds if seconds else None, "share_of_bound": share}
+        timed |= {
+            "rounds": 2 if seconds else 0,
+            "speed_up": 0.02 / seconds if seconds else None,
+            "share_of_bound": share,
+        }
         return {"name": name, "status": status, "reason": reason, "differences": differences or {}} | timed
 
     differences = {"out": 9.0, "out, worst token": 9.0, "out, worst row": 0.002, "gradients": 0.004}
@@ -187,16 +195,16 @@ def test_kernels_of_a_gpu_stand_beside_the_others(tmp_path):
         entry("FlexAttention", "out of memory", None, "no room for a | mask"),
     ]
     case = {"level": "op", "size": "8B", "shape": "4096,1024,16", "work": "forward", "speed": "no target"}
-    targeted = {"level": "model", "speed": "met", "contestants": []}
-    record = {**ORIGIN, "cases": [targeted, case | {"contestants": contestants}]}
+    case["contestants"] = contestants
+    record = {**ORIGIN, "cases": [case | {"level": "model", "speed": "met"}, case]}
     block = results_table.BLOCKS["gpu-kernels"]
     with pytest.raises(results_table.BadResult, match="--device cuda"):
         block.text(write(tmp_path, "gpu.json", record), PAGE)
     text = block.text(write(tmp_path, "gpu.json", record | {"cuda": "13"}), PAGE)
     assert [line for line in text.splitlines() if line.startswith("| op")] == [
-        "| op, 8B, 4096, 1024, 16, forward | varlen | 20.00 | 1.00 | - | 250 | 1.00 | - | timed |",
-        "| op, 8B, 4096, 1024, 16, forward | split | 10.00 | 2.00 | 80 % | 250 | 1.00 | 4e-03 | timed |",
-        "| op, 8B, 4096, 1024, 16, forward | FlexAttention | - | - | - | - | - | - | "
+        "| op, 8B, 4096, 1024, 16, forward | varlen | 20.00 | 2 | 1.00 | - | 250 | 1.00 | - | timed |",
+        "| op, 8B, 4096, 1024, 16, forward | split | 10.00 | 2 | 2.00 | 80 % | 250 | 1.00 | 4e-03 | timed |",
+        "| op, 8B, 4096, 1024, 16, forward | FlexAttention | - | - | - | - | - | - | - | "
         "out of memory: no room for a \\| mask |",
     ]
     assert "| model" not in text

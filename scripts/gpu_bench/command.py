@@ -236,7 +236,7 @@ def engine_in_own_process(options: argparse.Namespace, seconds: float, grace: fl
         command += ["--attention", options.attention, *(["--tiny"] if options.tiny else [])]
         limit = max(seconds, 0.0) + grace
         try:
-            code = subprocess.run(command).returncode
+            code = subprocess.run(command, timeout=limit).returncode
         except subprocess.TimeoutExpired:
             return {"not_run": [f"engine: its process was ended after {limit:.0f} s, the time was up"]}
         if path.exists():

@@ -45,7 +45,7 @@ def settings(options: argparse.Namespace) -> dict[str, str]:
 def _rounds(effort: Effort) -> str:
     """How often a case is run; the table says how often it was."""
     fewer = f", {min(effort.rounds, 2)} where a round takes over {LONG_ROUND:g} s"
-    more = f" and until {effort.seconds:g} s have passed" if effort.seconds else ""
+    more = f" or more, until {effort.seconds:g} s have passed" if effort.seconds else ""
     return f"{effort.rounds} interleaved rounds{more}{fewer}, fewer when the time is up; the table says how many"
 
 
