@@ -28,6 +28,7 @@ from measuring import (
     agree,
     clock_for,
     environment,
+    largest,
     markdown_header,
     markdown_row,
     time_interleaved,
@@ -161,10 +162,6 @@ def sum_of_copies(plan: Plan, values: Tensor) -> Tensor:
 
 def leaves(tensors) -> tuple[Tensor, ...]:
     return tuple(x.clone().requires_grad_() for x in tensors)
-
-
-def largest(x: Tensor) -> float:
-    return x.abs().max().item()
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from measuring import (
     markdown_row,
     peak_resident,
     time_interleaved,
+    verdict,
     write_json,
 )
 from torch import Tensor
@@ -220,7 +221,6 @@ def surroundings(effort: Effort) -> dict[str, str]:
     )
 
 
-VERDICTS = {True: "met", False: "MISSED", None: "-"}
 COLUMNS = (
     "P, R, n",
     "tokens, padded -> packed",
@@ -250,9 +250,9 @@ def table_row(result: Result) -> str:
         f"{result.speed_up:.2f}",
         f"{bound(shape):.2f}",
         f"{result.share_of_bound:.0%}",
-        VERDICTS[result.on_target],
+        verdict(result.on_target),
         " -> ".join(peaks),
-        VERDICTS[result.memory_on_target],
+        verdict(result.memory_on_target),
         f"{result.difference.log_prob:.0e}, {result.difference.gradient:.0e}",
         clock,
     )

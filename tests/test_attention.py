@@ -302,18 +302,22 @@ def test_inputs_and_gradient_in_any_memory_layout():
     seen = []
 
     class Recording(CpuKernels):
+        def arrange(self, q, k, v):
+            return q.contiguous(), k.contiguous(), v.contiguous()
+
         def backward(self, grad, q, k, v, out, lse, call, scale):
             seen.extend([grad, q, k, v, out])
             return super().backward(grad, q, k, v, out, lse, call, scale)
 
-    def attend(q, k, v):
+    def attend(q, k, v, kernels):
         q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
         assert not q.is_contiguous()
-        out = plan_attention(q, k, v, batch.plan, SCALE, Recording())
+        out = plan_attention(q, k, v, batch.plan, SCALE, kernels)
         heads = torch.arange(out.shape[1])
         return out.transpose(0, 1).contiguous().index_select(0, heads).transpose(0, 1)
 
-    assert_same(batch.row_by_row(), batch.packed(attend), 1e-10)
+    for kernels in (KERNELS, Recording()):
+        assert_same(batch.row_by_row(), batch.packed(partial(attend, kernels=kernels)), 1e-10)
     assert len(seen) == 10
     assert all(x.is_contiguous() for x in seen), "kernels on a GPU index by strides that they assume"
 

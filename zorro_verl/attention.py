@@ -84,7 +84,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, calls, scale, kernels):
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k, v = kernels.arrange(q, k, v)
         out, lse = _forward(q, k, v, calls, scale, kernels)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = calls, scale, kernels

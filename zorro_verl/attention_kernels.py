@@ -58,6 +58,9 @@ class _SdpaKernels:
     def __init__(self):
         self._cpu, self._other = CpuKernels(), TorchVarlenKernels()
 
+    def arrange(self, q, k, v):
+        return self._on(q).arrange(q, k, v)
+
     def forward(self, q, k, v, call, scale):
         return self._on(q).forward(q, k, v, call, scale)
 

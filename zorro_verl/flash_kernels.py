@@ -130,6 +130,9 @@ class FlashKernels:
         """Copies and pickles are made anew, from the package that is there."""
         return type(self), ()
 
+    def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return q.contiguous(), k.contiguous(), v.contiguous()
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """See `varlen.Kernels`; q, k, v in float16 or bfloat16."""
         self._check(q, k, call, q.requires_grad or k.requires_grad or v.requires_grad)

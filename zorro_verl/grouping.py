@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 BLOCK = 64  # tokens that are hashed and compared at once
-CHUNK = 2**20  # tokens that are copied at once: what a copy takes is bounded, whatever the batch
+# Tokens that are copied at once: on a CPU a copy should stay in its caches; elsewhere each chunk costs a few launches.
+CHUNK = 2**16
+ACCELERATOR_CHUNK = 2**22
 
 
 class Rows:
@@ -127,28 +129,29 @@ class Rows:
 
 
 def prompt_fingerprints(rows: Rows) -> Tensor:
-    """``(B,)`` int64 on the host: a hash of each row's prompt, over tokens, positions (on the first axis) and length.
+    """``(B,)`` int64 on the host: a hash of each row's prompt, over tokens, length, first and last positions.
 
     The same for equal prompts, whatever rows stand around them, on every device and in every process; the reverse is
-    checked token by token in `find_prompt_groups`. Within a block of tokens it is multilinear: each token and each
-    position times an odd weight of its place in the block. The sums are mixed with the number of their block.
+    checked token by token in `find_prompt_groups`. Within a block of tokens it is multilinear: each token times an odd
+    weight of its place in the block. The sums are mixed with the number of their block.
     """
     blocks = _Blocks(rows.cu_seqlens[:-1], rows.prompt_lens, rows.tokens.device)
-    # Where tokens and the first axis agree, the other axes differ in rows with media only, and these share with nobody.
-    columns = _columns(rows)[:2]
-    weights = mix(torch.arange(1, 2 * BLOCK + 1, device=blocks.row.device)).view(2, BLOCK) | 1
-    sums = mix(blocks.number + 1)
-    for column, weight in zip(columns, weights, strict=True):
-        sums += blocks.map(lambda values, weight=weight: values.mul_(weight).sum(1), column.long())
-    return mix(blocks.sum_by_row(mix(sums)) + to_device(rows.prompt_lens, sums.device)).cpu()
+    weights = mix(torch.arange(1, BLOCK + 1, device=blocks.row.device)) | 1
+    sums = mix(blocks.number + 1) + blocks.map(lambda values: (values * weights).sum(1), rows.tokens)
+    total = blocks.sum_by_row(mix(sums))
+    starts, lens = to_device(torch.stack([rows.cu_seqlens[:-1], rows.prompt_lens]), total.device)
+    for axis in torch.atleast_2d(rows.position_ids):
+        for ends in (starts, starts + lens - 1):
+            total = mix(total) + axis[ends]
+    return mix(total + lens).cpu()
 
 
 def find_prompt_groups(rows: Rows, fingerprints: Tensor | None = None) -> Tensor:
     """``(B,)`` int64 on the host: the group of each row, groups numbered by first appearance.
 
     Two rows are in one group exactly when their prompts have the same tokens at the same positions. Cost is linear
-    in the prompt tokens, and the host waits for the device twice. Each prompt of a hash that another has, too, takes
-    the comparison once more: prompts without media that differ on a further axis of positions alone. A row that is
+    in the prompt tokens, and the host waits for the device twice. Each further prompt of the same hash takes the
+    comparison once more: one of the same tokens that differs in positions between its ends. A row that is
     `Rows.alone` is a group of its own.
 
     Args:
@@ -245,8 +248,9 @@ class _Blocks:
         shifts = None if shift is None else shift[self.row]
         count = self._starts.numel()
         results = []
-        for i in range(0, count, CHUNK // BLOCK):
-            part = slice(i, min(i + CHUNK // BLOCK, count))
+        step = (CHUNK if column.device.type == "cpu" else ACCELERATOR_CHUNK) // BLOCK
+        for i in range(0, count, step):
+            part = slice(i, min(i + step, count))
             windows, starts = column.unfold(0, BLOCK, 1), self._starts[part]
             others = () if shifts is None else (windows.index_select(0, starts + shifts[part]),)
             results.append(function(windows.index_select(0, starts), *others))

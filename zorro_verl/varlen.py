@@ -28,6 +28,9 @@ class Kernels(Protocol):
 
     name: str
 
+    def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same values as the kernels want them in memory; done once, for all calls and the backward."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         """``out`` ``(Tq, Hq, D)`` of q's dtype and ``lse`` ``(Hq, Tq)`` in float32 (float64 for float64 inputs).
 
@@ -45,6 +48,9 @@ class CpuKernels:
     """torch's flash attention for CPUs, one call per run of equal blocks: float64, float32 and bfloat16."""
 
     name = "sdpa"
+
+    def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return q, k, v  # layers hand over views of (heads, tokens, D), which is what torch's kernel is fastest on
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor]:
         if not call.blocks:
