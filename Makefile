@@ -47,7 +47,7 @@ bench: setup ## Measure forward + backward against the plain model (ARGS="--chec
 	$(VENV_PYTHON) scripts/bench_cpu.py $(ARGS)
 
 bench-gpu: ## Measure on a GPU with the Python that has torch and transformers (PYTHON=python3 ARGS="--quick")
-	"$(or $(PYTHON),python3)" scripts/bench_gpu.py $(ARGS)
+	"$(if $(filter command environment,$(firstword $(origin PYTHON))),$(PYTHON),python3)" scripts/bench_gpu.py $(ARGS)
 
 demo: setup ## Train with veRL's own trainer, shared prompts against stock (STEPS=30, BASELINE=0, DEMO_OUT=folder)
 	$(VENV_PYTHON) scripts/demo/run.py $(ARGS)

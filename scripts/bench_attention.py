@@ -27,6 +27,8 @@ from measuring import (
     Timing,
     agree,
     clock_for,
+    count,
+    duration,
     environment,
     largest,
     markdown_header,
@@ -248,8 +250,8 @@ def table_row(result: dict) -> str:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", type=Shape.parse, nargs="+", metavar="P,R,n", help="these in place of all cases")
-    parser.add_argument("--rounds", type=int, default=7, help="least interleaved runs of each side (default: 7)")
-    parser.add_argument("--seconds", type=float, default=5, help="least time for each case and pass (default: 5)")
+    parser.add_argument("--rounds", type=count, default=7, help="interleaved runs of each side, at least (default: 7)")
+    parser.add_argument("--seconds", type=duration, default=5, help="least time for each case and pass (default: 5)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON here instead of to the terminal")
     return parser.parse_args(argv)
 

@@ -29,6 +29,8 @@ from measuring import (
     Timing,
     agree,
     clock_for,
+    count,
+    duration,
     environment,
     json_of_own_process,
     markdown_header,
@@ -262,8 +264,8 @@ def table_row(result: Result) -> str:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=SHAPES, metavar="P,R,n")
-    parser.add_argument("--rounds", type=int, default=7, help="least interleaved runs of each side (default: 7)")
-    parser.add_argument("--seconds", type=float, default=20, help="least time for each shape (default: 20)")
+    parser.add_argument("--rounds", type=count, default=7, help="interleaved runs of each side, at least (default: 7)")
+    parser.add_argument("--seconds", type=duration, default=20, help="least time for each shape (default: 20)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON here instead of to the terminal")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave out peak memory")
     parser.add_argument("--check", action="store_true", help="exit 1 when a shape misses its target")

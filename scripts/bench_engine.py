@@ -36,6 +36,7 @@ from measuring import (
     Timing,
     agree,
     clock_for,
+    count,
     environment,
     largest,
     markdown_header,
@@ -403,7 +404,7 @@ def draw(record: dict):
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, help="least interleaved runs of each side (default: 3, --quick: 2)")
+    parser.add_argument("--rounds", type=count, help="least interleaved runs of each side (default: 3, --quick: 2)")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks, a group on each (default: 1)")
     parser.add_argument(
         "--shapes", type=Shape.parse, nargs="+", metavar="P,R,n", help="these points in place of sweeps"

@@ -23,8 +23,17 @@ def main() -> int:
     """In this order: the checkout is importable, and the allocator knows its setting, before torch is imported."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # large blocks of many sizes, by turns
-    from gpu_bench import command
-
+    try:
+        from gpu_bench import command
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers"):
+            raise
+        print(
+            f"bench_gpu.py needs torch and transformers; {sys.executable} has no {error.name}. With another Python: "
+            "make bench-gpu PYTHON=/path/to/python3",
+            file=sys.stderr,
+        )
+        return 1
     return command.main()
 
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from measuring import Disagreement, agree, environment, json_of_own_process, peak_resident, write_json
+from measuring import Disagreement, agree, count, environment, json_of_own_process, peak_resident, write_json
 from torch import Tensor
 
 from zorro_verl.log_probs import CHUNK_BYTES, LOGITS_OPTIMIZATIONS, log_probs_from_hidden, log_probs_from_logits
@@ -97,10 +97,10 @@ def differences(expected: Path, got: Path) -> list[float]:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=2048, help="response tokens (default: 2048)")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size (default: 256)")
-    parser.add_argument("--vocabulary", type=int, default=151936, help="words (default: 151936, Qwen3's)")
-    parser.add_argument("--rounds", type=int, default=3, help="steps of each mode (default: 3)")
+    parser.add_argument("--rows", type=count, default=2048, help="response tokens (default: 2048)")
+    parser.add_argument("--hidden", type=count, default=256, help="hidden size (default: 256)")
+    parser.add_argument("--vocabulary", type=count, default=151936, help="words (default: 151936, Qwen3's)")
+    parser.add_argument("--rounds", type=count, default=3, help="steps of each mode (default: 3)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers here, too")
     parser.add_argument("--measure", choices=LOGITS_OPTIMIZATIONS, help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from bench_cpu import CONFIG
-from measuring import Effort, environment, write_json
+from measuring import Effort, count, duration, environment, write_json
 from peers.batch import Batch, save_model
 from peers.cases import CASES, Case
 from peers.environments import ARCTIC, OWN, PREFIX_GROUPER
@@ -97,8 +97,8 @@ def arguments(argv: Sequence[str] | None, names: Sequence[str]) -> argparse.Name
     parser.add_argument(
         "--contestants", nargs="+", choices=names, default=names, help="the plain models that they need run with them"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="least interleaved steps of each (default: 5)")
-    parser.add_argument("--seconds", type=float, default=30, help="least time for each shape (default: 30)")
+    parser.add_argument("--rounds", type=count, default=5, help="least interleaved steps of each (default: 5)")
+    parser.add_argument("--seconds", type=duration, default=30, help="least time for each shape (default: 30)")
     parser.add_argument("--limit", type=float, default=300, help="longest wait for one step, in seconds (default: 300)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here, too")
     return parser.parse_args(argv)

@@ -25,7 +25,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from measuring import Disagreement, Effort, Timing, agree, clock_for, environment, time_interleaved, write_json
+from measuring import (
+    Disagreement,
+    Effort,
+    Timing,
+    agree,
+    clock_for,
+    count,
+    duration,
+    environment,
+    time_interleaved,
+    write_json,
+)
 from torch import Tensor
 
 from zorro_verl.forest import Forest
@@ -177,8 +188,8 @@ def measure(name: str, effort: Effort) -> Result:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=15, help="least interleaved runs of each (default: 15)")
-    parser.add_argument("--seconds", type=float, default=5, help="least time for each case (default: 5)")
+    parser.add_argument("--rounds", type=count, default=15, help="least interleaved runs of each (default: 15)")
+    parser.add_argument("--seconds", type=duration, default=5, help="least time for each case (default: 5)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON here instead of to the terminal")
     parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
     return parser.parse_args(argv)

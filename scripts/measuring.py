@@ -6,6 +6,7 @@ the results differ (`agree`); and each result says on what, with what and by whi
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -43,7 +44,12 @@ class Shape:
     @classmethod
     def parse(cls, text: str) -> Shape:
         """``"512,64,8"``, as command lines name a shape."""
-        return cls(*map(int, text.split(",")))
+        numbers = text.split(",")
+        if len(numbers) != 3 or not all(number.strip().isdigit() and int(number) > 0 for number in numbers):
+            raise argparse.ArgumentTypeError(
+                f"expected prompt tokens, response tokens and responses, such as 512,64,8, got {text!r}"
+            )
+        return cls(*map(int, numbers))
 
     @property
     def group(self) -> tuple[int, list[int]]:
@@ -61,6 +67,24 @@ class Shape:
     @property
     def token_ratio(self) -> float:
         return self.tokens_padded / self.tokens_packed
+
+
+def count(text: str) -> int:
+    """An argument of a command line that is a whole number above 0."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def duration(text: str) -> float:
+    """An argument of a command line in seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected seconds, 0 or more, got {text!r}")
+    return seconds
 
 
 class Disagreement(Exception):

@@ -20,7 +20,7 @@ from gpu_bench.report import optional_versions, precision_lines, settings, table
 from gpu_bench.schedule import ASSUMED_RATE, ASSUMED_START, LEVELS, SMALL_GROUPS, TINY_GROUPS, Piece, pieces
 from gpu_bench.sizes import SIZES
 from gpu_bench.verdict import Outcome
-from measuring import Effort, Shape, environment, write_json
+from measuring import Effort, Shape, count, duration, environment, write_json
 
 from zorro_verl.log_probs import LOGITS_OPTIMIZATIONS
 
@@ -42,8 +42,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", type=Shape.parse, nargs="+", metavar="P,R,n")
     parser.add_argument("--attention", default="auto", help="attn_implementation of the shared model (default: auto)")
     parser.add_argument("--logits-optimization", choices=LOGITS_OPTIMIZATIONS, default="memory", help="of both sides")
-    parser.add_argument("--rounds", type=int, default=3, help="least timed runs of each contestant (default: 3)")
-    parser.add_argument("--seconds", type=float, help="when to stop (default: 340, with --quick 110)")
+    parser.add_argument("--rounds", type=count, default=3, help="least timed runs of each contestant (default: 3)")
+    parser.add_argument("--seconds", type=duration, help="when to stop (default: 340, with --quick 110)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
     parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed or left out, too")
     parser.add_argument("--dry-run", action="store_true", help="print what would run and an estimate of its time")
