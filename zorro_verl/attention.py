@@ -72,11 +72,10 @@ def split_attention(
         ``(T, Hq, D)`` of q's dtype. Partial results are merged in float32 (float64 for float64 inputs). In a window,
         copies of K and V, one for each segment that sees them, live within the forward and within the backward only.
     """
-    calls = forest.calls(window)
     if torch.compiler.is_compiling():
-        tables = [tensor for call in calls for tensor in call.tensors]
-        return _attention_op(q.contiguous(), k.contiguous(), v.contiguous(), tables, scale, kernels.name)[0]
-    return _Attention.apply(q, k, v, calls, scale, kernels)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        return _attention_op(q, k, v, list(forest.tables(window)), scale, kernels.name)[0]
+    return _Attention.apply(q, k, v, forest.calls(window), scale, kernels)
 
 
 class _Attention(torch.autograd.Function):
@@ -150,7 +149,7 @@ def _backward(
 def _attention_op(
     q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, kernels: str
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _forward(q, k, v, VarlenCall.from_tensors(tables), scale, resolve_kernels(kernels, q.device.type))
+    out, lse = _forward(q, k, v, VarlenCall.from_tensors(*tables), scale, resolve_kernels(kernels, q.device.type))
     return out.contiguous(), lse.contiguous()  # a compiled graph relies on the strides that the fake below has
 
 
@@ -166,7 +165,7 @@ def _attention_backward_op(
     scale: float,
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    calls = VarlenCall.from_tensors(tables)
+    calls = VarlenCall.from_tensors(*tables)
     return _backward(grad, q, k, v, out, lse, calls, scale, resolve_kernels(kernels, q.device.type))
 
 
@@ -201,7 +200,7 @@ def prepare_attention(plan: Plan, kernels: Kernels | None, split: bool, windows:
     for window in windows:
         window = _reach(plan, window)
         if kernels is not None:
-            plan.forest.calls(window)
+            plan.forest.tables(window)
         elif plan.num_tokens <= MAX_REFERENCE_TOKENS:
             plan.dense_mask(window)
 

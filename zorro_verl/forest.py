@@ -35,7 +35,6 @@ class VarlenCall:
         causal: True where a block's last query sees all of its keys and each query before it one key less, False
             for a full rectangle. Without a window, causal blocks are square.
         window: the most keys that a causal query sees, its last ones; None for all.
-        tensors: four that hold all of this, for `from_tensors`.
     """
 
     __slots__ = (
@@ -48,7 +47,7 @@ class VarlenCall:
         "key_index",
         "causal",
         "window",
-        "tensors",
+        "_table",
         "_blocks",
         "_runs",
     )
@@ -69,34 +68,45 @@ class VarlenCall:
         longest = int(query_lens.max()), int(key_lens.max())
         numbers = torch.tensor([query_start, int(cu_k[-1]), *longest, causal, window or 0])
         blocks = torch.stack([cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]], 1)[query_lens > 0]
-        # One vector, of a length that is never 0 or 1: torch.compile takes such a size for a constant.
-        table = torch.cat([numbers, blocks.flatten()])
-        self._read((cu_seqlens_q, cu_seqlens_k, table, table[:0] if key_index is None else key_index))
+        self._read(torch.cat([numbers, blocks.flatten()]), cu_seqlens_q, cu_seqlens_k, key_index)
 
-    def _read(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-        self.cu_seqlens_q, self.cu_seqlens_k, table, key_index = tensors
+    def _read(self, table: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, key_index: Tensor | None) -> None:
+        self._table, self.cu_seqlens_q, self.cu_seqlens_k = table, cu_seqlens_q, cu_seqlens_k
         self.query_start, self.num_keys, self.max_seqlen_q, self.max_seqlen_k, causal, window = table[:6].tolist()
         self.causal, self.window = bool(causal), window or None
         self.key_index = None if self.window is None else key_index
         self._blocks: list[tuple[int, ...]] | None = None
         self._runs: list[tuple[int, ...]] | None = None
 
+    @staticmethod
+    def to_tensors(calls: Sequence[VarlenCall]) -> tuple[Tensor, Tensor, Tensor]:
+        """All that calls say, as three vectors however many they are: numbers on the host, bounds, keys of a window.
+
+        None but the last, without a window, has a length of 0 or 1, which torch.compile takes for a constant.
+        """
+        numbers = [torch.tensor([call.cu_seqlens_q.numel(), call._table.numel()]) for call in calls]
+        tables = torch.cat([x for call, sizes in zip(calls, numbers, strict=True) for x in (sizes, call._table)])
+        bounds = torch.cat([x for call in calls for x in (call.cu_seqlens_q, call.cu_seqlens_k)])
+        key_index = calls[0].key_index
+        return tables, bounds, tables[:0] if key_index is None else key_index
+
     @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor]) -> list[VarlenCall]:
-        """The calls whose ``tensors`` these are, one after the other."""
+    def from_tensors(cls, tables: Tensor, bounds: Tensor, key_index: Tensor) -> list[VarlenCall]:
+        """The calls of which `to_tensors` gave these."""
         calls = []
-        for first in range(0, len(tensors), 4):
+        while tables.numel():
+            count, size = tables[:2].tolist()
             call = cls.__new__(cls)
-            call._read(tensors[first : first + 4])
+            call._read(tables[2 : 2 + size], bounds[:count], bounds[count : 2 * count], key_index)
             calls.append(call)
+            tables, bounds = tables[2 + size :], bounds[2 * count :]
         return calls
 
     @property
     def blocks(self) -> list[tuple[int, ...]]:
         """The non-empty query blocks as ``(q0, q1, k0, k1)`` on the host, for kernels that loop."""
         if self._blocks is None:
-            self._blocks = [tuple(block) for block in self.tensors[2][6:].view(-1, 4).tolist()]
+            self._blocks = [tuple(block) for block in self._table[6:].view(-1, 4).tolist()]
         return self._blocks
 
     @property
@@ -187,6 +197,7 @@ class Forest:
         ordered = lengths[self.order]
         self.self_call = VarlenCall(ordered, ordered, 0, True, device)
         self._window_calls: dict[int, VarlenCall] = {}
+        self._tables: dict[int | None, tuple[Tensor, Tensor, Tensor]] = {}
         self.cross_calls = []
         for distance, ancestor in enumerate(self.ancestors, start=1):
             keys = torch.cat(levels[: len(levels) - distance])
@@ -201,6 +212,12 @@ class Forest:
     def calls(self, window: int | None) -> list[VarlenCall]:
         """What attention calls for a layer with this window, or with none: first a call of every query."""
         return [self.self_call, *self.cross_calls] if window is None else [self.window_call(window)]
+
+    def tables(self, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """These calls as tensors, see `VarlenCall.to_tensors`; made once for each window."""
+        if window not in self._tables:
+            self._tables[window] = VarlenCall.to_tensors(self.calls(window))
+        return self._tables[window]
 
     def window_call(self, window: int) -> VarlenCall:
         """Every segment on the tail of its ancestors within ``window`` and on itself; built once for each window.

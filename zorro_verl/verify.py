@@ -219,7 +219,7 @@ def _runnable(attn_implementation: str, dtype: torch.dtype, device: str) -> str:
     """Flash attention on CUDA is for 16 bits: what is not chosen becomes the dense reference elsewhere."""
     if attn_implementation.startswith("flash_attention") and dtype in TOLERANCES:
         raise ValueError(
-            f"attn_implementation: expected eager with {dtype}, got {attn_implementation}, which computes in 16 bits"
+            f"attn_implementation={attn_implementation}: expected eager with {dtype}, as it computes in 16 bits"
         )
     return "eager" if attn_implementation == "auto" and device != "cpu" and dtype in TOLERANCES else attn_implementation
 
