@@ -9,7 +9,7 @@ VENV_PYTHON := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup setup-vllm test test-fast test-versions lint format bench bench-gpu demo demo-multinode recipe clean
+.PHONY: help setup setup-vllm test test-fast test-versions lint format docs dist bench bench-gpu demo demo-multinode recipe clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 15
@@ -35,13 +35,20 @@ test-fast: setup ## Run the tests that start no Ray cluster and take no time, tw
 test-versions: setup ## Run the model tests under the oldest, a middle and the newest transformers (ARGS="--versions 5.5.3")
 	$(VENV_PYTHON) scripts/check_versions.py $(ARGS)
 
-lint: setup ## Check style and formatting
+lint: setup ## Check style, formatting and types
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m mypy
 
 format: setup ## Fix style and formatting
 	$(VENV_PYTHON) -m ruff check --fix .
 	$(VENV_PYTHON) -m ruff format .
+
+docs: setup ## Build the site of docs/ into build/site; a broken link is an error
+	$(VENV_PYTHON) -m mkdocs build --strict
+
+dist: setup ## Build the wheel and the sdist into dist/, and install and try both in empty environments
+	$(VENV_PYTHON) scripts/dist.py
 
 bench: setup ## Measure forward + backward against the plain model (ARGS="--check --json out.json")
 	$(VENV_PYTHON) scripts/bench_cpu.py $(ARGS)

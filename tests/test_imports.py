@@ -86,7 +86,15 @@ MODULES: dict[str, set[str]] = {
     "layer_loading": {"torch", "transformers", "huggingface_hub", "safetensors"},
     "layerwise": {"torch", "transformers"},
     "verify": {"torch", "transformers"},
-    "cli": {"typer", "rich"},
+    "commands": set(),
+    "commands.terminal": {"typer", "rich"},
+    "commands.doctor": {"typer", "rich"},
+    "commands.plan": {"typer", "rich"},
+    "commands.analyze": {"typer", "rich"},
+    "commands.show": {"typer", "rich"},
+    "commands.verify": {"typer", "rich"},
+    "commands.bench": {"typer", "rich"},
+    "cli": {"typer"},
 }
 # The CPU runtime knows nothing of sharing, and sharing nothing of the CPU runtime.
 RUNTIME = "cpu_runtime"

@@ -1,31 +1,22 @@
 """The command `zorro-verl`: tables for a person, exit codes for a script.
 
-Exit codes: 0 is success, 1 a comparison that found a difference, 2 a mistake in what was asked or a checkpoint that
-can't be read, said in one line, 130 an interrupt.
+Exit codes: 0 is success, 1 a difference or a problem that was found, 2 a mistake in what was asked or a file that can't
+be read, said in one line, 130 an interrupt. `--help` loads neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from enum import Enum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import track as rich_track
-from rich.table import Table
 
 from zorro_verl import __version__
-from zorro_verl.verify_request import Sizes, check_device_name, check_json_file, local_folder
-
-if TYPE_CHECKING:  # loads torch and transformers: `zorro-verl --help` does without
-    from zorro_verl.verify import Report
-
-T = TypeVar("T")
+from zorro_verl.commands.analyze import analyze
+from zorro_verl.commands.bench import bench
+from zorro_verl.commands.doctor import doctor
+from zorro_verl.commands.plan import plan
+from zorro_verl.commands.show import show
+from zorro_verl.commands.verify import verify
 
 app = typer.Typer(
     help="Train GRPO and PPO actors in veRL without recomputing the shared prompt for every rollout.",
@@ -34,24 +25,12 @@ app = typer.Typer(
     rich_markup_mode=None,  # help in plain text, which keeps its lines whole at 80 columns
     pretty_exceptions_enable=False,
 )
-
-
-class Dtype(str, Enum):
-    """What `verify` computes in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float64 = "float64"
-    float16 = "float16"
-
-
-class LinearAttention(str, Enum):
-    """How Gated DeltaNet layers share."""
-
-    both = "both"
-    auto = "auto"
-    expand = "expand"
-    fork = "fork"
+app.command(short_help="Check this environment, and a model, for strategy=zorro.")(doctor)
+app.command(short_help="Predict speed-up and memory from numbers alone.")(plan)
+app.command(short_help="Say what sharing saves on dumped rollouts.")(analyze)
+app.command(short_help="Draw what a micro-batch shares.")(show)
+app.command(short_help="Compare a checkpoint with and without sharing.")(verify)
+app.command(short_help="Time a model with and without sharing.")(bench)
 
 
 def show_version(wanted: bool) -> None:
@@ -68,150 +47,3 @@ def zorro_verl(
     ] = False,
 ) -> None:
     """Commands come after the name, also while there is one."""
-
-
-@app.command(short_help="Compare a checkpoint with and without sharing.")
-def verify(
-    checkpoint: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a name on the hub.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The same, as an option.", show_default=False)
-    ] = None,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="float32 (default on a CPU), bfloat16 (default on CUDA), float64 or float16.",
-            show_default=False,
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
-    attn_implementation: Annotated[
-        str, typer.Option(metavar="NAME", help="auto, eager, sdpa or flash_attention_2.")
-    ] = "auto",
-    linear_attention: Annotated[
-        LinearAttention,
-        typer.Option(metavar="WAY", help="How Gated DeltaNet layers share: expand, fork, auto, or both in turn."),
-    ] = LinearAttention.both,
-    rows: Annotated[int, typer.Option(metavar="N", help="Rows of the batch.")] = 10,
-    prompt: Annotated[int, typer.Option(metavar="N", help="Tokens of its longest prompt.")] = 70,
-    response: Annotated[int, typer.Option(metavar="N", help="Tokens of its longest response.")] = 12,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of tokens, shape and loss.")] = 0,
-    layer_by_layer: Annotated[
-        bool | None,
-        typer.Option(
-            "--layer-by-layer/--whole",
-            help="One decoder layer in memory at a time, or all; by default what fits.",
-            show_default=False,
-        ),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything here, too.", show_default=False)
-    ] = None,
-) -> None:
-    """Compare a checkpoint that shares prompts with the same checkpoint that doesn't.
-
-    Log-probs, entropy and the gradient of every parameter, on a ragged batch of random tokens, against the unpatched
-    model on one unpadded row at a time. Exits with 1 where they differ by more than rounding, with 2 on a mistake.
-    """
-    try:
-        if (checkpoint is None) == (model is None):
-            raise ValueError("model: expected one checkpoint, as MODEL or as --model MODEL")
-        name = model if checkpoint is None else checkpoint
-        local_folder(name)
-        check_device_name(device)
-        sizes = Sizes(rows, prompt, response)
-        if json_file is not None:
-            json_file = json_file.expanduser()
-            check_json_file(json_file)
-
-        from zorro_verl.verify import verify as compare
-
-        report = compare(
-            name,
-            dtype and dtype.value,
-            device,
-            attn_implementation,
-            linear_attention.value,
-            sizes,
-            seed,
-            layer_by_layer,
-            show_progress,
-        )
-        show(report)
-        if json_file is not None:
-            write(report, json_file)
-    except ValueError as error:
-        typer.echo(f"zorro-verl verify: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
-    except (RuntimeError, MemoryError) as error:  # out of memory, or a kernel that this device doesn't have
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        typer.echo(f"zorro-verl verify: the comparison could not be made ({reason:.300})", err=True)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt as error:
-        typer.echo("zorro-verl verify: interrupted", err=True)
-        raise typer.Exit(130) from error
-    raise typer.Exit(0 if report.equal else 1)
-
-
-def write(report: Report, path: Path) -> None:
-    """The report as JSON."""
-    text = json.dumps(report.as_json(), indent=2, allow_nan=False)
-    try:
-        path.write_text(text + "\n")
-    except OSError as error:
-        raise ValueError(f"json: {error}") from error
-
-
-def show_progress(items: Iterable[T], what: str, total: int) -> Iterable[T]:
-    """A bar on standard error, which goes away at the end."""
-    console = Console(stderr=True)
-    return rich_track(items, what, total, console=console, transient=True, disable=not console.is_terminal)
-
-
-def show(report: Report) -> None:
-    """The report as text and a table, on standard output."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120
-    kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in report.layers.items())
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    linear = f", linear attention {' and '.join(report.linear_attention)}" if report.linear_attention else ""
-    how = "layer by layer" if report.layer_by_layer else "as a whole"
-    console.print(
-        f"[bold]{escape(report.model)}[/bold]: {report.model_class} ({report.model_type}), compared {how}\n"
-        f"  layers: {kinds}\n"
-        f"  batch: {report.rows} rows, {report.groups} prompts, {report.tokens_total} tokens -> "
-        f"{report.tokens_packed} (token ratio {report.token_ratio:.2f})\n"
-        f"  {report.dtype} on {report.device}, attention {report.attention}{linear}\n"
-        f"  {versions}"
-    )
-    table = Table(box=box.SIMPLE_HEAD)
-    by_way = ("sharing",) if len(report.linear_attention) > 1 else ()
-    for heading in ("quantity", "difference", "allowed", *by_way, "where", "verdict"):
-        table.add_column(heading, overflow="fold")
-    for d in report.differences:
-        style = ".2f" if d.measure == "error ratio" else ".1e"
-        verdict = "equal" if d.equal else "[bold red]differs[/bold red]"
-        way = (d.linear_attention,) if by_way else ()
-        table.add_row(d.quantity, f"{d.worst:{style}}", f"{d.tolerance:{style}}", *way, d.where, verdict)
-    console.print(table)
-    console.print(f"  {measures(report)}")
-    for note in report.notes:
-        console.print(f"  Note: {escape(note)}.")
-    console.print("[bold green]Equal.[/bold green]" if report.equal else "[bold red]NOT equal.[/bold red]")
-
-
-def measures(report: Report) -> str:
-    """What a difference is a number of."""
-    if report.oracle is not None:
-        return (
-            f"Errors against {report.oracle}, as multiples of the unpatched model's on one unpadded row at a time: "
-            "RMS over tokens, and of the parameter whose gradient is worst."
-        )
-    vectors = ", layer outputs to the token's largest" if report.layer_by_layer else ""
-    return (
-        "Largest differences from the unpatched model on one unpadded row at a time; gradients relative to the largest"
-        f"{vectors}."
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,11 +52,3 @@ def check_device_name(device: str) -> None:
     """Raise a ValueError for what names no device; whether there is one, torch knows."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ValueError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
-
-
-def check_json_file(path: Path) -> None:
-    """Raise a ValueError for a file that could not be written at the end."""
-    if not path.parent.is_dir():
-        raise ValueError(f"json: expected a file in a folder that is there, got {str(path)!r}")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"json: expected a file that can be written, got {str(path)!r}")
