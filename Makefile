@@ -21,7 +21,7 @@ setup: ## Make or mend .venv from requirements/cpu.lock.txt
 
 # Two processes, file by file: fixtures of a file are expensive, and most tests keep one core busy.
 PYTEST := $(VENV_PYTHON) -m pytest
-TWO_AT_A_TIME := -n 2 --dist loadfile
+TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 # What starts Ray fills the cores by itself and runs alone. pytest's 5 says that nothing of a part was asked for.
 test: setup ## Run every test (ARGS="-k name" is passed to pytest)
@@ -45,7 +45,7 @@ format: setup ## Fix style and formatting
 	$(VENV_PYTHON) -m ruff format .
 
 docs: setup ## Build the site of docs/ into build/site; a broken link is an error
-	$(VENV_PYTHON) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
 
 dist: setup ## Build the wheel and the sdist into dist/, and install and try both in empty environments
 	$(VENV_PYTHON) scripts/dist.py

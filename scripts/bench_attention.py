@@ -21,19 +21,16 @@ from pathlib import Path
 
 import torch
 from measuring import (
+    P_R_N,
     Disagreement,
-    Effort,
-    Shape,
-    Timing,
     agree,
-    clock_for,
+    as_argument,
+    command_line,
     count,
     duration,
-    environment,
     largest,
     markdown_header,
     markdown_row,
-    time_interleaved,
     write_json,
 )
 from torch import Tensor
@@ -43,6 +40,7 @@ from torch.nn.utils.rnn import pad_sequence
 from zorro_verl.attention import split_attention
 from zorro_verl.flops import ModelWork
 from zorro_verl.grouping import Rows, exclusive_cumsum
+from zorro_verl.measuring import Effort, Shape, Timing, clock_for, environment, time_interleaved
 from zorro_verl.packing import Plan, build_plan
 from zorro_verl.varlen import CpuKernels
 
@@ -249,7 +247,13 @@ def table_row(result: dict) -> str:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", type=Shape.parse, nargs="+", metavar="P,R,n", help="these in place of all cases")
+    parser.add_argument(
+        "--shapes",
+        type=as_argument(Shape.parse),
+        nargs="+",
+        metavar="P,R,n",
+        help=f"these in place of all cases: {P_R_N}",
+    )
     parser.add_argument("--rounds", type=count, default=7, help="interleaved runs of each side, at least (default: 7)")
     parser.add_argument("--seconds", type=duration, default=5, help="least time for each case and pass (default: 5)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON here instead of to the terminal")
@@ -261,6 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     effort = Effort(options.rounds, options.seconds)
     start = environment(
+        command_line(),
         operation=f"causal attention, {HEADS} query and {KEY_HEADS} key heads of {HEAD_DIM}, float32",
         method=f"stock is the faster of row by row and one padded batch; {effort}",
     )

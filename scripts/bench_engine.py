@@ -30,18 +30,15 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 from measuring import (
+    P_R_N,
     Disagreement,
-    Effort,
-    Shape,
-    Timing,
     agree,
-    clock_for,
+    as_argument,
+    command_line,
     count,
-    environment,
     largest,
     markdown_header,
     markdown_row,
-    time_interleaved,
     write_json,
 )
 from tensordict import TensorDict
@@ -49,6 +46,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from zorro_verl.flops import ModelWork
+from zorro_verl.measuring import Effort, Shape, Timing, clock_for, environment, time_interleaved
 
 CONFIG = Qwen3Config(
     hidden_size=128,
@@ -407,7 +405,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=count, help="least interleaved runs of each side (default: 3, --quick: 2)")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks, a group on each (default: 1)")
     parser.add_argument(
-        "--shapes", type=Shape.parse, nargs="+", metavar="P,R,n", help="these points in place of sweeps"
+        "--shapes",
+        type=as_argument(Shape.parse),
+        nargs="+",
+        metavar="P,R,n",
+        help=f"these points in place of sweeps: {P_R_N}",
     )
     parser.add_argument("--quick", action="store_true", help="fewer points")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON here instead of to the terminal")
@@ -435,6 +437,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     torch.set_num_threads(1)
     start = environment(
+        command_line(),
         "verl",
         "transformers",
         model=f"Qwen3, {CONFIG.num_hidden_layers} layers, hidden {CONFIG.hidden_size}, vocabulary {CONFIG.vocab_size}, "

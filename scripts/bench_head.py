@@ -11,7 +11,6 @@ one of them), at its highest.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -21,10 +20,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from measuring import Disagreement, agree, count, environment, json_of_own_process, peak_resident, write_json
+from measuring import Disagreement, agree, command_line, count, write_json
 from torch import Tensor
 
 from zorro_verl.log_probs import CHUNK_BYTES, LOGITS_OPTIMIZATIONS, log_probs_from_hidden, log_probs_from_logits
+from zorro_verl.measuring import environment, in_own_process, peak_resident
 
 TOLERANCE = 2e-5  # float32: values absolutely, gradients as a share of the largest gradient
 
@@ -63,7 +63,7 @@ def step(mode: str, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Ten
     return tuple(x.detach() for x in values[:2])
 
 
-def measure(mode: str, head: Head, rounds: int, results: Path | None) -> Measurement:
+def measure(mode: str, head: Head, rounds: int, results: Path | None = None) -> Measurement:
     """In this process, which has to be a fresh one: memory that was used before hides what a step needs."""
     step(mode, *Head(2, 4, 8).inputs())  # what is loaded once is no part of a step
     inputs = head.inputs()
@@ -82,12 +82,6 @@ def measure(mode: str, head: Head, rounds: int, results: Path | None) -> Measure
     return Measurement(statistics.median(seconds), peak)
 
 
-def in_own_process(mode: str, options: argparse.Namespace, results: Path) -> Measurement:
-    sizes = {"--rows": options.rows, "--hidden": options.hidden, "--vocabulary": options.vocabulary}
-    sizes |= {"--rounds": options.rounds, "--measure": mode, "--results": results}
-    return Measurement(**json_of_own_process(__file__, *(word for pair in sizes.items() for word in pair)))
-
-
 def differences(expected: Path, got: Path) -> list[float]:
     """Of log-probs and entropy absolutely, of both gradients as a share of the largest."""
     pairs = list(zip(torch.load(expected), torch.load(got), strict=True))
@@ -102,8 +96,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=count, default=151936, help="words (default: 151936, Qwen3's)")
     parser.add_argument("--rounds", type=count, default=3, help="steps of each mode (default: 3)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers here, too")
-    parser.add_argument("--measure", choices=LOGITS_OPTIMIZATIONS, help=argparse.SUPPRESS)
-    parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -111,10 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     torch.set_num_threads(1)
     head = Head(options.rows, options.hidden, options.vocabulary)
-    if options.measure:
-        print(json.dumps(asdict(measure(options.measure, head, options.rounds, options.results))))
-        return 0
     start = environment(
+        command_line(),
         head=f"{head.rows} response tokens, hidden {head.hidden}, vocabulary {head.vocabulary}, float32",
         logits=f"{4 * head.rows * head.vocabulary / 2**20:.0f} MiB, a chunk {CHUNK_BYTES / 2**20:.0f} MiB, "
         f"the weight's gradient {4 * head.hidden * head.vocabulary / 2**20:.0f} MiB",
@@ -123,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         files = {mode: Path(folder, mode) for mode in LOGITS_OPTIMIZATIONS}
         for mode, file in files.items():
-            found[mode] = in_own_process(mode, options, file)
+            found[mode] = in_own_process(measure, mode, head, options.rounds, file)
             worst = max(worst, *differences(files["none"], file))
     try:
         agree({"values and gradients of the modes": worst}, TOLERANCE)

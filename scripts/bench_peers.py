@@ -20,13 +20,15 @@ from pathlib import Path
 
 import torch
 from bench_cpu import CONFIG
-from measuring import Effort, count, duration, environment, write_json
+from measuring import P_R_N, as_argument, command_line, count, duration, write_json
 from peers.batch import Batch, save_model
 from peers.cases import CASES, Case
 from peers.environments import ARCTIC, OWN, PREFIX_GROUPER
 from peers.race import PLAIN, Contestant, Race
 from peers.standings import Standings, table
 from transformers import Qwen3ForCausalLM
+
+from zorro_verl.measuring import Effort, environment
 
 SIZES = (
     "hidden_size",
@@ -92,7 +94,12 @@ def arguments(argv: Sequence[str] | None, names: Sequence[str]) -> argparse.Name
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--setup", action="store_true", help="make or mend the environments, and stop")
     parser.add_argument(
-        "--shapes", type=Case.parse, nargs="+", default=CASES, metavar="P,R,n", help='or "ragged", four uneven groups'
+        "--shapes",
+        type=as_argument(Case.parse),
+        nargs="+",
+        default=CASES,
+        metavar="P,R,n",
+        help=f'{P_R_N}; or "ragged", four uneven groups (default: {" ".join(case.name for case in CASES)})',
     )
     parser.add_argument(
         "--contestants", nargs="+", choices=names, default=names, help="the plain models that they need run with them"
@@ -126,6 +133,7 @@ def main(argv: Sequence[str] | None = None, contestants: Sequence[Contestant] = 
         return set_up(entered)
     effort = Effort(options.rounds, options.seconds)
     record = environment(
+        command_line(),
         "transformers",
         model=f"Qwen3, {CONFIG.num_hidden_layers} layers, hidden {CONFIG.hidden_size}, float32, random weights",
         method=f"forward + backward, a process for each contestant, {effort}",

@@ -25,22 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from measuring import (
-    Disagreement,
-    Effort,
-    Timing,
-    agree,
-    clock_for,
-    count,
-    duration,
-    environment,
-    time_interleaved,
-    write_json,
-)
+from measuring import Disagreement, agree, command_line, count, duration, write_json
 from torch import Tensor
 
 from zorro_verl.forest import Forest
 from zorro_verl.grouping import Rows, exclusive_cumsum, find_prompt_groups
+from zorro_verl.measuring import Effort, Timing, clock_for, environment, time_interleaved
 from zorro_verl.packing import Plan, build_plan
 
 TARGET_GROUPS = 64
@@ -199,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     torch.set_num_threads(1)
     effort = Effort(options.rounds, options.seconds)
-    surroundings = environment(method=str(effort))
+    surroundings = environment(command_line(), method=str(effort))
     print("\n".join(f"{key}: {value}" for key, value in surroundings.items()), flush=True)
     results = []
     for name in options.cases:

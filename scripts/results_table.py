@@ -65,9 +65,14 @@ def read(path: Path) -> Record:
     """A result.
 
     Raises:
-        BadResult: it does not say where, with what or how it was measured.
+        BadResult: it is not JSON, or does not say where, with what or how it was measured.
     """
-    record = json.loads(path.read_text())
+    try:
+        record = json.loads(path.read_text())
+    except ValueError as error:
+        raise BadResult(f"{path.name}: expected JSON, got what can't be read ({error}); measure it again") from error
+    if not isinstance(record, dict):
+        raise BadResult(f"{path.name}: expected an object, got a {type(record).__name__}; measure it again")
     lacking = [key for key in REQUIRED if not record.get(key)]
     if lacking:
         raise BadResult(f"{path.name}: expected {', '.join(REQUIRED)}, got no {', '.join(lacking)}; measure it again")
@@ -459,6 +464,11 @@ def filled(text: str, page: Path, results: Path) -> str:
     return MARKED.sub(block, text)
 
 
+def names_of_stale(old: str, new: str) -> list[str]:
+    """The tables that differ between two texts of a page."""
+    return [was[1] for was, now in zip(MARKED.finditer(old), MARKED.finditer(new), strict=True) if was[0] != now[0]]
+
+
 def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -473,12 +483,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadResult as error:
         print(error, file=sys.stderr)
         return 1
-    stale = {page: new for page, (old, new) in texts.items() if new != old}
-    for page, new in stale.items():
-        if options.check:
-            print(f"{page.relative_to(ROOT)}: not what the results say; `python scripts/results_table.py` rewrites it")
-        else:
-            page.write_text(new)
+    stale = {page: names_of_stale(old, new) for page, (old, new) in texts.items() if new != old}
+    for page, names in stale.items():
+        if not options.check:
+            page.write_text(texts[page][1])
+        what = "not what the results say" if options.check else "written"
+        print(f"{page.relative_to(ROOT)}: {what}: {', '.join(names)}")
+    if not stale:
+        print("the tables are in order")
+    elif options.check:
+        print("`python scripts/results_table.py` rewrites them")
     return int(options.check and bool(stale))
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 import tiny_models
 import torch
 import transformers
-from measuring import hardware
 
 from zorro_verl.checkpoint import quiet_loading
 from zorro_verl.families import SUPPORTED_MODEL_TYPES
+from zorro_verl.measuring import hardware
 from zorro_verl.verify import Report, verify
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"

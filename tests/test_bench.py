@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from zorro_verl import benchmark
+from zorro_verl.measuring import Timing
+
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bench_cpu.py"
 
 
@@ -62,14 +65,19 @@ def test_the_report(bench, tmp_path, capsys):
 
 def test_peak_memory_is_taken_in_a_process_of_its_own(bench):
     """The logits alone are 200 x 2048 float32, and their gradient as much again."""
-    assert bench.peak_memory("shared", bench.Shape(8, 100, 2)) > 2 * 200 * 2048 * 4
+    assert bench.peak_on_host(bench.subject(), "shared", bench.Shape(8, 100, 2)) > 2 * 200 * 2048 * 4
 
 
 def test_models_that_disagree_get_no_speed_up(bench, tmp_path, capsys, monkeypatch):
-    both = bench.contestants()
-    with torch.no_grad():
-        both[1].model.model.layers[2].self_attn.v_proj.weight[3, 5] += 1.0
-    monkeypatch.setattr(bench, "contestants", lambda: both)
+    """The first response of the shared side starts from another token than its prompt's last."""
+    right = benchmark.build_plan
+
+    def build(*arguments):
+        plan = right(*arguments)
+        plan.predictor_index[0] = 0
+        return plan
+
+    monkeypatch.setattr(benchmark, "build_plan", build)
     path = tmp_path / "out.json"
     assert (
         bench.main(["--shapes", "24,6,4", "--rounds", "1", "--seconds", "0", "--no-memory", "--json", str(path)]) == 1
@@ -80,25 +88,26 @@ def test_models_that_disagree_get_no_speed_up(bench, tmp_path, capsys, monkeypat
     assert not path.exists()
 
 
+def result_of(bench, shape, plain=1.0, shared=1.0, wall=None, peaks=(None, None)):
+    times = bench.Pair(Timing(wall or plain, plain), Timing(shared, shared))
+    return bench.Result(bench.Shape(*shape), times, bench.Largest(0.0, 0.0), *peaks)
+
+
 @pytest.mark.parametrize(("wall", "clock"), [(1.0, "wall"), (1.2, "cpu")])
 def test_cpu_time_counts_when_the_process_had_to_wait(bench, wall, clock):
-    same = bench.Difference(0.0, 0.0)
-    result = bench.Result(bench.Shape(8, 4, 2), bench.Timing(wall, 1.0), bench.Timing(0.5, 0.5), same, None, None)
-    assert result.clock == clock
-    assert result.speed_up == (wall if clock == "wall" else 1.0) / 0.5
+    result = result_of(bench, (8, 4, 2), wall=wall, shared=0.5)
+    assert result.times.clock == clock
+    assert result.times.speed_up == (wall if clock == "wall" else 1.0) / 0.5
 
 
 def test_a_missed_target_fails_only_when_checked(bench):
-    same = bench.Difference(0.0, 0.0)
-    slow = bench.Result(bench.Shape(512, 64, 8), bench.Timing(1, 1), bench.Timing(1, 1), same, None, None)
-    fast = bench.Result(bench.Shape(512, 64, 8), bench.Timing(4, 4), bench.Timing(1, 1), same, None, None)
-    assert (slow.on_target, fast.on_target) == (False, True)
+    assert not result_of(bench, (512, 64, 8), plain=1, shared=1).on_target
+    assert result_of(bench, (512, 64, 8), plain=4, shared=1).on_target
 
 
 @pytest.mark.parametrize(("peak", "verdict"), [(277, True), (279, False), (None, None)])
 def test_the_memory_target_is_the_baseline_over_most_of_the_token_ratio(bench, peak, verdict):
     """4.5 times fewer tokens: of 1000 bytes, 1000 / (0.8 x 4.5) = 277.8 may be left."""
-    same, timing = bench.Difference(0.0, 0.0), bench.Timing(1, 1)
-    result = bench.Result(bench.Shape(512, 64, 8), timing, timing, same, 1000, peak)
+    result = result_of(bench, (512, 64, 8), peaks=(1000, peak))
     assert result.memory_on_target is verdict
     assert result.as_dict()["memory_on_target"] is verdict

@@ -16,11 +16,12 @@ from gpu_bench import attention, command, models, schedule, stock, work
 from gpu_bench.batch import Batch, groups_of
 from gpu_bench.comparison import Results, disagreement, errors, imprecision
 from gpu_bench.contest import Budget, Case, Contestant, Entry, NotRun, check_precision, run_case
-from gpu_bench.device import Device, out_of_memory
+from gpu_bench.device import Device
 from gpu_bench.sizes import config_of
 from gpu_bench.verdict import Outcome
-from measuring import Effort, Shape, Timing
 from transformers import AutoModelForCausalLM
+
+from zorro_verl.measuring import Effort, Shape, Timing, out_of_memory
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bench_gpu.py"
 CPU = Device("cpu")
@@ -464,9 +465,9 @@ def test_what_was_measured_is_written_before_the_engines_turn(monkeypatch, tmp_p
 
 @pytest.mark.slow
 def test_the_engines_process_gets_the_attention_that_was_asked_for():
-    options = command.arguments(["--device", "cpu", "--tiny", "--attention", "flash_attention_9"])
+    options = command.arguments(["--device", "cpu", "--tiny", "--attention", "flash_attention_2"])
     found = command.engine_in_own_process(options, seconds=100.0)
-    assert "got 'flash_attention_9'" in " ".join(found["wrong"])
+    assert "attn_implementation=flash_attention_2: needs a cuda device" in " ".join(found["wrong"])
 
 
 def outcome(ours, baseline=1.0, ratio=2.0, bound=2.0, ours_peak=None, baseline_peak=None, room=None):
@@ -542,10 +543,25 @@ def test_without_verl_the_engine_level_is_listed_as_not_run(monkeypatch, tmp_pat
 
 
 def test_a_level_that_cannot_be_made_is_listed_and_the_exit_code_is_1(tmp_path, capsys):
-    code, found = run_layers(tmp_path, "--attention", "flash_attention_9")
+    code, found = run_layers(tmp_path, "--attention", "flash_attention_2")
     assert code == 1
     assert len(found["not_run"]) == 4
-    assert "expected one of" in capsys.readouterr().err
+    assert "needs a cuda device" in capsys.readouterr().err
+
+
+def test_an_attention_that_is_not_there_is_told_the_choices(capsys):
+    with pytest.raises(SystemExit):
+        command.arguments(["--attention", "nonsense"])
+    printed = capsys.readouterr().err
+    assert "'nonsense'" in printed
+    assert all(name in printed for name in ("auto", "sdpa", "eager", "flash_attention_2"))
+
+
+def test_the_times_of_the_tiny_model_have_no_target(tmp_path, capsys):
+    assert run_layers(tmp_path, "--shapes", "24,8,1", "--check")[0] == 0
+    printed = capsys.readouterr().out
+    assert "speed: no target, memory: no target" in printed
+    assert "MISSED" not in printed
 
 
 def test_nothing_of_a_case_is_kept_when_it_is_over(monkeypatch, tmp_path):

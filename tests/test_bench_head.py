@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench_head import Head, measure
 
 from zorro_verl.log_probs import CHUNK_BYTES
+from zorro_verl.measuring import in_own_process
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "bench_head.py"
 ROWS, HIDDEN, VOCABULARY = 640, 16, 151936
@@ -23,10 +25,7 @@ def run(*arguments):
 
 
 def peak(mode):
-    sizes = ("--rows", ROWS, "--hidden", HIDDEN, "--vocabulary", VOCABULARY, "--rounds", 1)
-    finished = run("--measure", mode, *sizes)
-    assert finished.returncode == 0, finished.stderr
-    found = json.loads(finished.stdout)["peak_bytes"]
+    found = in_own_process(measure, mode, Head(ROWS, HIDDEN, VOCABULARY), 1).peak_bytes
     if found is None:
         pytest.skip("this system has no high-water mark of a process")
     return found

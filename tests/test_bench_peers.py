@@ -11,7 +11,6 @@ import bench_peers
 import pytest
 import torch
 from bench_cpu import CONFIG, SHAPES, TOLERANCE
-from measuring import Effort
 from peers import plain, varlen_emulation, zorro
 from peers.batch import Batch
 from peers.cases import CASES, RAGGED, Case
@@ -21,6 +20,8 @@ from peers.process import Failed, Process
 from peers.race import Contestant, Difference
 from peers.standings import table
 from peers.worker import Steps
+
+from zorro_verl.measuring import Effort
 
 STUB = (str(Path(__file__).with_name("peer_stub.py")),)
 UNEVEN = Case("uneven", ((12, (5, 1, 7)), (9, (6, 2)), (10, (3,))))

@@ -73,17 +73,22 @@ def test_seconds_are_the_operations_of_a_real_forward(shared):
             model(**inputs, use_cache=False, zorro=kept)
         else:
             for prompt, response in rows:
-                model(torch.cat([prompt, response])[None], logits_to_keep=len(response))
+                model(torch.cat([prompt, response])[None])  # as verl's engine, whose head runs on every token
     operations = counter.get_flop_counts()["Global"]
     linear = operations[torch.ops.aten.mm]  # not bmm, which rotary embeddings take
     group = batch.prompt_tokens, [batch.response_tokens] * batch.rollouts
     work = ModelWork.of(model.config)
     without_attention = work._replace(per_pair=0).of_groups([group] * batch.prompts)
     with_attention = work.of_groups([group] * batch.prompts)
-    pick = (lambda w: w.executed) if shared else (lambda w: w.counted)
+    of_prompts = work.head * batch.prompts * batch.rollouts * batch.prompt_tokens
+    pick = (lambda w: w.executed) if shared else (lambda w: w.counted + of_prompts)
     assert linear == 2 * pick(without_attention)
     assert seconds.forward == 2 * pick(with_attention)
-    assert seconds.update == 4 * seconds.forward
+    scored = batch.prompts * batch.rollouts * (6 if shared else 30)
+    assert seconds.update == 4 * seconds.forward - 2 * work.head * scored, "checkpointing repeats layers, not the head"
+    options = {"peak_flops": 1.0, "utilisation": 1.0, "shared": shared}
+    recomputed = pass_seconds(model.config, batch, 1, logits_optimization="memory", **options)
+    assert recomputed == (seconds.forward, 4 * seconds.forward)
 
 
 def test_more_gpus_and_a_lower_utilisation():

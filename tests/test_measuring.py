@@ -1,19 +1,23 @@
 """What the benchmarks share: who runs when, what counts as equal, which clock, how much memory."""
 
+import argparse
 import json
 import math
 import sys
 from pathlib import Path
 
 import pytest
-from measuring import (
-    Disagreement,
+import torch
+from measuring import Disagreement, agree, as_argument, command_line
+
+from zorro_verl.measuring import (
     Effort,
+    Shape,
     Timing,
-    agree,
     clock_for,
     environment,
-    json_of_own_process,
+    in_own_process,
+    peak_resident,
     time_interleaved,
 )
 
@@ -52,26 +56,54 @@ def test_no_figure_where_results_differ(wrong):
         agree({"outputs": 1e-5, "gradients": wrong}, 1e-5)
 
 
-def test_peak_memory_is_what_was_there_at_once(tmp_path):
-    """64 MiB and its copy, above 256 MiB that were there before."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import json, torch\n"
-        "from measuring import peak_resident\n"
-        "torch.ones(160 << 20)\n"  # and 640 MiB that are gone by then
-        "before = torch.ones(64 << 20)\n"
-        "print(json.dumps(peak_resident(lambda: torch.ones(16 << 20).add(1))))\n"
-    )
-    command = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); exec(open({str(script)!r}).read())"
-    peak = json_of_own_process("-c", command)
+def copied_ones():
+    """The peak of 64 MiB and its copy, above 256 MiB that were there before."""
+    torch.ones(160 << 20)  # 640 MiB that are gone by then
+    before = torch.ones(64 << 20)
+    peak = peak_resident(lambda: torch.ones(16 << 20).add(1))
+    assert before.numel()
+    return peak
+
+
+def test_peak_memory_is_what_was_there_at_once():
+    peak = in_own_process(copied_ones)
     if peak is None:
         pytest.skip("this system has no high-water mark of a process")
     assert 128 << 20 <= peak < 160 << 20
 
 
+def refuse():
+    raise ValueError(f"with {torch.get_num_threads()} threads")
+
+
+def test_a_process_of_its_own_has_as_many_threads_and_its_errors_come_back():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(ValueError, match="with 3 threads"):
+            in_own_process(refuse)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("text", ["", "1,2", "1,2,3,4", "0,2,3", "1,-2,3", "a,b,c", "1.5,2,3", "²,2,3"])
+def test_a_shape_is_three_numbers_above_0(text):
+    assert Shape.parse("8, 4 ,2") == Shape(8, 4, 2)
+    with pytest.raises(ValueError, match="shape: expected prompt tokens, response tokens and responses"):
+        Shape.parse(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="shape: expected prompt tokens"):  # what argparse shows
+        as_argument(Shape.parse)(text)
+
+
+@pytest.mark.parametrize(("rounds", "seconds"), [(0, 1.0), (-1, 1.0), (1, -1.0), (1, math.nan), (1, math.inf)])
+def test_an_effort_ends(rounds, seconds):
+    with pytest.raises(ValueError, match="rounds: expected|seconds: expected"):
+        Effort(rounds, seconds)
+
+
 def test_a_result_says_where_it_comes_from(monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(SCRIPTS / "bench_cpu.py"), "--shapes", "8,4,2"])
-    found = environment("transformers", method="by hand")
+    found = environment(command_line(), "transformers", method="by hand")
     assert found["command"] == "python scripts/bench_cpu.py --shapes 8,4,2"
     assert "transformers 5" in found["versions"]
     assert "thread" in found["hardware"]

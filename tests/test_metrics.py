@@ -25,6 +25,7 @@ def counts_of(*micro_batches):
     for groups in micro_batches:
         rows = sum(groups.values())
         fingerprints = [prompt for prompt, n in groups.items() for _ in range(n)]
+        counts.prompt_lens |= dict.fromkeys(groups, 10)
         work = Work(10 * rows, 7 * len(groups) + 3 * rows)
         counts.add_micro_batch(12 * rows, 10 * len(groups) + 2 * rows, fingerprints, [False] * rows, work)
     return counts
@@ -75,6 +76,65 @@ def test_totals_over_ranks_and_mini_batches():
     assert step["zorro/groups_split"] == 0
     assert step["zorro/skipped_steps"] == 1
     assert all(step[f"zorro/fallback/{reason}"] == 0 for reason in FALLBACK_REASONS)
+
+
+def test_the_best_ratio_and_what_keeps_a_step_from_it():
+    """Prompts of 10: ``a`` is on two ranks, and on one of them in two micro-batches; ``b`` is whole."""
+    ranks = [counts_of({"a": 2, "b": 3}, {"a": 1}), counts_of({"a": 1}, {"c": 1})]
+    counts = ShareCounts.pop_from(trained([ranks]))
+    assert counts.repeats(epochs=1) == (10, 10, 0)
+    assert counts.token_ratio == 8 * 12 / (50 + 16)
+    assert counts.token_ratio_best(epochs=1) == 8 * 12 / (30 + 16)
+    assert sorted(counts.rows_by_prompt(epochs=1)) == [1, 3, 4]
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_the_best_ratio_has_each_prompt_once_in_each_epoch(epochs):
+    steps = [[counts_of({"a": 4}, {"b": 1}, {"c": 3}), counts_of({"c": 1})]] * epochs
+    counts = ShareCounts.pop_from(trained(steps))
+    assert counts.token_ratio_best(epochs) == epochs * 9 * 12 / (epochs * (30 + 18))
+    assert counts.repeats(epochs) == (10 * epochs, 0, 0)
+    assert counts.rows_by_prompt(epochs) == [4, 1, 4]
+
+
+def test_nothing_is_lost_where_no_group_is_cut():
+    """To the last digit: dashboards compare the two."""
+    steps = [[counts_of({"a": 4}, {"b": 1}), counts_of({"c": 3})]]
+    counts = ShareCounts.pop_from(trained(steps))
+    assert counts.token_ratio_best(1) == counts.token_ratio == 8 * 12 / (30 + 16)
+
+
+def test_rows_with_media_could_be_shared_at_best():
+    """Three rows of "a" left alone beside two that share, and two of "b" alone."""
+    counts = ShareCounts()
+    counts.add_micro_batch(84, 64, "aaaaabb", [True] * 3 + [False] * 2 + [True] * 2, Work(0, 0))
+    counts.prompt_lens = {"a": 10, "b": 10}
+    assert counts.repeats(1) == (0, 0, 40)
+    assert counts.token_ratio_best(1) == 84 / (64 - 40)
+
+
+def test_what_workers_say_beside_counts_arrives_once():
+    """As texts and flags that verl could not average, from every rank and mini-batch, and from scoring."""
+    one, other = counts_of({"a": 2}), counts_of({"b": 2})
+    one.shared = other.shared = "Model: attention of 2 layers shared"
+    other.over_budget = 1
+    for metrics in (trained([[one, other], [other, one]]), inferred([other, one, other])):
+        counts = ShareCounts.pop_from(metrics)
+        assert counts.shared == "Model: attention of 2 layers shared"
+        assert counts.over_budget == 2
+        assert counts.prompt_lens == {"a": 10, "b": 10}
+        assert not any(name.startswith("zorro/") for name in metrics)
+
+
+def test_what_a_worker_tells_is_harmless_to_who_averages_it():
+    """A trainer of someone's own, which calls the workers itself, reduces all that they report."""
+    from verl.utils.metric import reduce_metrics
+
+    counts = counts_of({"a": 2}, {"b": 2})
+    counts.prompt_lens, counts.shared = {1: 10, 2: 10}, "Modèle: attention of 2 layers shared"
+    told = {name: values for name, values in counts.to_metrics().items() if name != "zorro/pieces"}
+    assert all(isinstance(float(value), float) for value in reduce_metrics(told).values())
+    assert ShareCounts.pop_from(counts.to_metrics()).shared == counts.shared
 
 
 def test_plain_floats_only():

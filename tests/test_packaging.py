@@ -1,16 +1,18 @@
-"""What a user installs: the wheel's contents and metadata, the plug-in's entry point, the configs, the lock file."""
+"""What a user installs: wheel and sdist, in an empty environment; metadata, entry points, configs, the lock file."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.message import Message
 from email.parser import Parser
-from importlib.metadata import requires
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
 
+import dist
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -26,18 +28,26 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The wheel, built offline from a copy, so that no earlier build gets in and nothing is left behind."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
+def source(tmp_path_factory) -> Path:
+    """A copy of the repository, so that no earlier build gets in and nothing is left behind."""
+    source = tmp_path_factory.mktemp("source")
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for entry in ("zorro_verl", "configs", "tests", "scripts"):
+    for entry in ("zorro_verl", "configs", "tests", "scripts", "docs"):
         shutil.copytree(ROOT / entry, source / entry, ignore=skip)
-    for entry in ("pyproject.toml", "README.md", "LICENSE"):
+    for entry in ("pyproject.toml", "MANIFEST.in", *dist.IN_SDIST):
         shutil.copy(ROOT / entry, source)
-    run(*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder, ".", cwd=source)
-    return next(folder.glob("zorro_verl-*.whl"))
+    return source
+
+
+@pytest.fixture(scope="module")
+def built(source, tmp_path_factory) -> tuple[Path, Path]:
+    """The wheel and the sdist, built offline; the wheel from the sdist."""
+    return dist.build(source, tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
+    return built[0]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +76,7 @@ def requirements(metadata) -> list[Requirement]:
 
 def test_the_wheel_holds_the_package_and_its_configs_and_nothing_else(wheel):
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "zorro_verl").rglob("*.py")}
+    expected.add("zorro_verl/py.typed")
     for pattern in ("*.py", "*.yaml"):
         expected |= {f"zorro_verl/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob(pattern)}
     with zipfile.ZipFile(wheel) as archive:
@@ -74,11 +85,77 @@ def test_the_wheel_holds_the_package_and_its_configs_and_nothing_else(wheel):
     assert any(name.endswith(".yaml") for name in found)
 
 
+def test_the_sdist_builds_the_same_wheel_as_the_repository(source, built, tmp_path):
+    wheel, sdist = built
+    dist.check_sdist(sdist, source)
+    again, none = dist.build(source, tmp_path, "--wheel")
+    assert none is None
+    assert dist.contents(wheel) == dist.contents(again)
+
+
+def test_the_sdist_holds_what_a_reader_wants_and_no_tests(built):
+    with tarfile.open(built[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} <= names
+    assert "configs/actor/zorro_actor.yaml" in names
+    assert not {name.partition("/")[0] for name in names} & {"tests", "scripts", "docs", "recipes", "requirements"}
+
+
+def test_what_is_lacking_or_too_much_in_a_build_is_named(source, built, tmp_path):
+    wheel, sdist = built
+    shutil.copytree(source, tmp_path / "more")
+    (tmp_path / "more" / "zorro_verl" / "forgotten.py").touch()
+    (tmp_path / "more" / "zorro_verl" / "cells.py").unlink()
+    with pytest.raises(dist.DistError, match=r"\.whl: it lacks zorro_verl/forgotten\.py$"):
+        dist.check_wheel(wheel, tmp_path / "more")
+    (tmp_path / "more" / "zorro_verl" / "forgotten.py").unlink()
+    with pytest.raises(dist.DistError, match=r"\.tar\.gz: it should not have zorro_verl/cells\.py$"):
+        dist.check_sdist(sdist, tmp_path / "more")
+
+
+def closure(*names: str) -> set[str]:
+    """Distributions that are needed for these to run here."""
+    found: set[str] = set()
+    waiting = [*names]
+    while waiting:
+        name = waiting.pop()
+        try:
+            required = distribution(name).requires or []
+        except PackageNotFoundError:  # of another system or another Python
+            continue
+        if name not in found:
+            found.add(name)
+            lines = (Requirement(line) for line in required)
+            waiting += [r.name for r in lines if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return found
+
+
+@pytest.fixture(scope="module")
+def empty_environment(tmp_path_factory) -> Path:
+    """A virtual environment with what the command line needs, as links, and nothing else."""
+    environment = tmp_path_factory.mktemp("empty")
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    for name in closure("typer", "rich", "packaging"):
+        here = distribution(name)
+        for top in {file.parts[0] for file in here.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            (packages / top).symlink_to(here.locate_file(top))
+    return environment
+
+
+def test_it_installs_and_runs_in_an_empty_environment(wheel, empty_environment):
+    """The wheel comes from the sdist. `make dist` lets pip install both, with what it fetches from the index."""
+    python = empty_environment / "bin" / "python"
+    run(*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=empty_environment)
+    dist.check_installed(python)
+
+
 def test_name_licence_and_python(metadata):
     assert metadata["Name"] == "zorro-verl"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-File"] == "LICENSE"
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
 
 
 def test_an_environment_with_verl_needs_nothing_more(requirements):
@@ -100,7 +177,7 @@ def test_an_environment_with_verl_needs_nothing_more(requirements):
 
 
 def test_extras(metadata):
-    assert set(metadata.get_all("Provides-Extra")) == {"verl", "demo", "flash", "fla", "triton", "plot", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {"verl", "demo", "flash", "fla", "triton", "plot", "docs", "dev"}
 
 
 def test_the_entry_points_name_the_command_and_the_plug_in(wheel):

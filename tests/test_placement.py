@@ -2,9 +2,11 @@
 
 import inspect
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -49,8 +51,8 @@ def trainer_of(cls, settings, ranks, critic_ranks=None):
 class Store:
     """TransferQueue's calls that verl's balancing makes, over a dict."""
 
-    def __init__(self, prompts):
-        self.rows = {f"{i}_0_0": {"prompts": p} for i, p in enumerate(prompts)}
+    def __init__(self, prompts, keys):
+        self.rows = {key: {"prompts": p} for key, p in zip(keys, prompts, strict=True)}
 
     def kv_batch_get(self, keys, partition_id, select_fields=None):
         if select_fields is None:
@@ -61,28 +63,31 @@ class Store:
         self.rows |= {key: {"prompts": p} for key, p in zip(keys, fields["prompts"].unbind(), strict=True)}
 
 
-def balanced(monkeypatch, prompts, settings, ranks, critic_ranks=None, response=lambda i: 3 + i % 5, mode="Sync"):
+def balanced(
+    monkeypatch, prompts, settings, ranks, critic_ranks=None, response=lambda i: 3 + i % 5, mode="Sync", keys=None
+):
     """Rows (or ``pad...`` keys) in the order in which ``_balance_batch`` leaves them, and its metrics."""
     from transfer_queue import KVBatchMeta
     from verl.trainer.ppo import padding_utils
     from verl.trainer.ppo.v1 import trainer_base, trainer_colocate_async, trainer_separate_async, trainer_sync
 
     modules = {"Sync": trainer_sync, "ColocateAsync": trainer_colocate_async, "SeparateAsync": trainer_separate_async}
-    store = Store(prompts)
+    keys = keys or [f"{i}_0_0" for i in range(len(prompts))]
+    store = Store(prompts, keys)
     for module in (trainer_base, padding_utils):
         monkeypatch.setattr(module, "tq", store)
     tags = [{"seq_len": len(p) + response(i), "prompt_len": len(p)} for i, p in enumerate(prompts)]
-    batch = KVBatchMeta(partition_id="train", keys=list(store.rows), tags=tags)
+    batch = KVBatchMeta(partition_id="train", keys=list(keys), tags=tags)
     trainer = trainer_of(getattr(modules[mode], f"PPOTrainer{mode}"), settings, ranks, critic_ranks)
     metrics = {}
     batch = trainer._balance_batch(batch, metrics)
-    rows = [key if key.startswith("pad") else int(key.split("_")[0]) for key in batch.keys]
+    rows = [key if key.startswith("pad") else keys.index(key) for key in batch.keys]
     for row, tag in zip(rows, batch.tags, strict=True):
         assert tag == tags[row] if isinstance(row, int) else tag["is_padding"], "a tag left its row"
     return rows, metrics
 
 
-def legacy_balanced(prompts, settings, ranks, critic_ranks=None, response=lambda i: 3 + i % 5):
+def legacy_balanced(prompts, settings, ranks, critic_ranks=None, response=lambda i: 3 + i % 5, uids=None):
     from verl import DataProto
     from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
 
@@ -92,7 +97,8 @@ def legacy_balanced(prompts, settings, ranks, critic_ranks=None, response=lambda
     for i, prompt in enumerate(prompts):
         padded[i, width - len(prompt) :] = prompt
         mask[i, width - len(prompt) : width + response(i)] = 1
-    batch = DataProto.from_single_dict({"prompts": padded, "attention_mask": mask, "row": torch.arange(len(prompts))})
+    columns = {"prompts": padded, "attention_mask": mask, "row": torch.arange(len(prompts))}
+    batch = DataProto.from_single_dict(columns | ({"uid": numpy.array(uids, dtype=object)} if uids else {}))
     metrics = {}
     trainer_of(SeparateRayPPOTrainer, settings, ranks, critic_ranks)._balance_batch(batch, metrics)
     assert torch.equal(batch.batch["prompts"], padded[batch.batch["row"]])
@@ -120,7 +126,6 @@ def test_equal_groups_stay_whole(monkeypatch, mode):
     assert pieces(sizes, cells(rows, 4, 2)) == [1] * 16
     first = {row // 4 for part in cells(rows, 4, 2)[::2] for row in part}
     assert first == set(range(8)), "the groups that were sampled first are the first mini-batch"
-    assert metrics["zorro/token_ratio_best"] > 1
     assert metrics["global_seqlen/balanced_max"] >= metrics["global_seqlen/balanced_min"]
     torn, _ = balanced(monkeypatch, prompts_of(sizes), config(8, strategy="fsdp2"), ranks=4, mode=mode)
     assert sum(pieces(sizes, cells(torn, 4, 2))) > 32, "with another strategy verl's order stands"
@@ -132,9 +137,38 @@ def test_the_legacy_trainer_and_those_made_from_it_keep_groups_whole():
     assert sorted(rows) == list(range(64))
     assert pieces(sizes, cells(rows, 4, 2)) == [1] * 16
     assert {row // 4 for part in cells(rows, 4, 2)[::2] for row in part} == set(range(8))
-    assert metrics["zorro/token_ratio_best"] > 1
+    assert metrics["global_seqlen/balanced_max"] >= metrics["global_seqlen/balanced_min"]
     torn, _ = legacy_balanced(prompts_of(sizes), config(8, strategy="fsdp2"), ranks=4)
     assert sum(pieces(sizes, cells(torn, 4, 2))) > 32
+
+
+def with_an_id(num_rows):
+    """Rows of one prompt, but for its third token."""
+    return [torch.cat((torch.arange(2), torch.tensor([50 + i]), torch.arange(3, 40))) for i in range(num_rows)]
+
+
+def test_prompts_that_differ_where_they_should_not_are_said_once(monkeypatch, caplog):
+    """By verl's ids of the prompts that were drawn, in both trainers; in V1 a key has them, and which output it is."""
+    with caplog.at_level(logging.WARNING, "zorro_verl"):
+        balanced(monkeypatch, with_an_id(8), config(2), 2, keys=[f"id{i // 4}_{i % 4}_0" for i in range(8)])
+        legacy_balanced(with_an_id(8), config(2), 2, uids=[f"id{i // 4}" for i in range(8)])
+    texts = [record.getMessage() for record in caplog.records if record.name.startswith("zorro_verl")]
+    assert len(texts) == 2
+    assert all("of 40 and 40 tokens, differ from token 3 on" in text for text in texts)
+    assert all(f"token ratio of {1.0:.2f}, and {(320 + 37) / (80 + 37):.2f} if rows" in text for text in texts)
+
+
+def test_prompts_that_have_reason_to_differ_are_not(monkeypatch, caplog):
+    """Rows that share as they should, one row each of a prompt, later outputs of a session, keys of another kind."""
+    whole = [prompt for prompt in with_an_id(2) for _ in range(4)]
+    with caplog.at_level(logging.WARNING, "zorro_verl"):
+        balanced(monkeypatch, whole, config(2), 2, keys=[f"id{i // 4}_{i % 4}_0" for i in range(8)])
+        balanced(monkeypatch, with_an_id(8), config(2), 2, keys=[f"id{i}_0_0" for i in range(8)])
+        balanced(monkeypatch, with_an_id(8), config(2), 2, keys=[f"id_0_{i + 1}" for i in range(8)])
+        balanced(monkeypatch, with_an_id(8), config(2), 2, keys=[f"row{i}" for i in range(8)])
+        legacy_balanced(whole, config(2), 2, uids=[f"id{i // 4}" for i in range(8)])
+        legacy_balanced(with_an_id(8), config(2), 2)
+    assert not [record for record in caplog.records if record.name.startswith("zorro_verl")]
 
 
 def test_no_trainer_of_verls_brings_a_balance_of_its_own():

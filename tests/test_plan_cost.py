@@ -1,9 +1,11 @@
 """What planning costs, counted and not timed: waits of the host, operations, and how often prompts are hashed."""
 
 import copy
+import json
 from collections import Counter
 from functools import partial
 
+import bench_plan
 import pytest
 import tiny_models
 import torch
@@ -398,3 +400,13 @@ def plan_of(micro_batch):
 def test_an_engine_hashes_a_batch_once(tmp_path):
     tiny_model(dtype=torch.float32).save_pretrained(tmp_path)
     run_ranks(hashes_of_an_engine, 1, str(tmp_path))
+
+
+def test_the_benchmark_runs_and_counts_what_a_case_has(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert bench_plan.main(["--cases", "small", "--rounds", "1", "--seconds", "0", "--json", str(path)]) == 0
+    (result,) = json.loads(path.read_text())["results"]
+    assert "small: " in capsys.readouterr().out
+    rows = bench_plan.CASES["small"].build()
+    plan = build_plan(rows, find_prompt_groups(rows))
+    assert (result["row_tokens"], result["packed_tokens"]) == (plan.num_row_tokens, plan.num_tokens)

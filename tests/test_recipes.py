@@ -7,7 +7,6 @@ import re
 import subprocess
 
 import pytest
-import qwen3_sizes
 import ray
 import recipe as recipes
 import tiny_models
@@ -15,6 +14,8 @@ import tiny_tokenizer
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf, open_dict
+
+from zorro_verl.known_models import config_of
 
 EVERY = recipes.every()
 RECIPES = pytest.mark.parametrize("recipe", EVERY, ids=lambda recipe: recipe.stem)
@@ -45,7 +46,7 @@ def composed(tmp_path_factory):
     @functools.cache
     def folder(name):
         path = tmp_path_factory.mktemp("model")
-        model_type, tokenizer = qwen3_sizes.config_of(name).model_type, tiny_tokenizer.build()
+        model_type, tokenizer = config_of(name).model_type, tiny_tokenizer.build()
         tokenizer.save_pretrained(path)
         tiny_models.build(model_type, torch.float32, vocab_size=len(tokenizer)).save_pretrained(path)
         return str(path)

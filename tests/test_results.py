@@ -43,7 +43,7 @@ def test_the_pages_say_what_the_results_say(capsys):
 def test_every_table_stands_on_a_page():
     shown = {page.name: set(results_table.MARKED.findall(page.read_text())) for page in results_table.pages()}
     assert set().union(*shown.values()) == set(results_table.BLOCKS)
-    assert {"cpu", "engine-line", "peers", "gpu"} <= shown["README.md"]
+    assert {"cpu", "engine-line"} <= shown["README.md"]
 
 
 @pytest.mark.parametrize("name", results_table.BLOCKS)
@@ -228,10 +228,36 @@ def test_a_page_is_rewritten_between_its_markers_only(tmp_path, monkeypatch, cap
     monkeypatch.setattr(results_table, "ROOT", tmp_path)
     options = ["--results", str(tmp_path)]
     assert results_table.main([*options, "--check"]) == 1
-    assert "page.md: not what the results say" in capsys.readouterr().out
+    assert "page.md: not what the results say: gpu\n" in capsys.readouterr().out
     assert "old" in page.read_text()
     assert results_table.main(options) == 0
     written = page.read_text()
     assert written.startswith("before\n\n<!-- results: gpu -->\n\nNot yet measured")
     assert written.endswith("<!-- /results -->\n\nafter\n")
+    capsys.readouterr()
     assert results_table.main([*options, "--check"]) == 0
+    assert capsys.readouterr().out == "the tables are in order\n"
+
+
+def test_only_the_table_that_differs_is_named(tmp_path, monkeypatch, capsys):
+    record = {**ORIGIN, "head": "a head", "logits": "9 MiB", "difference": 1e-6, "modes": {}}
+    write(tmp_path, "head.json", record)
+    current = results_table.filled("<!-- results: head -->\n<!-- /results -->\n", tmp_path / "page.md", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(current + "<!-- results: gpu -->\nold\n<!-- /results -->\n")
+    monkeypatch.setattr(results_table, "pages", lambda: [page])
+    monkeypatch.setattr(results_table, "ROOT", tmp_path)
+    assert results_table.main(["--results", str(tmp_path), "--check"]) == 1
+    assert "not what the results say: gpu\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "said"), [("{", "expected JSON"), ("[]", "expected an object, got a list")])
+def test_a_file_that_is_no_result_is_one_line(text, said, tmp_path, monkeypatch, capsys):
+    (tmp_path / "gpu.json").write_text(text)
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results: gpu -->\nold\n<!-- /results -->\n")
+    monkeypatch.setattr(results_table, "pages", lambda: [page])
+    assert results_table.main(["--results", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert f"gpu.json: {said}" in error
+    assert error.count("\n") == 1

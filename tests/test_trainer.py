@@ -1,6 +1,11 @@
 """verl's own trainer on the CPU with ``actor.strategy=zorro``: Ray, FSDP2 over gloo, a reference policy, validation."""
 
+import json
+import re
+
+import numpy
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_throughput import documented_metrics
 from tiny_run import logged_steps, make_material, overrides, run_trainer
 
@@ -50,8 +55,10 @@ def test_one_override_trains_with_whole_groups(material):
         "trainer.test_freq=2",
         "trainer.save_freq=2",
         f"trainer.default_local_dir={material}/checkpoints",
+        "trainer.logger=[console,tensorboard,file]",
     ]
-    code, output = run_trainer(arguments, material, timeout=360)
+    places = {"TENSORBOARD_DIR": f"{material}/events", "VERL_FILE_LOGGER_PATH": f"{material}/metrics.jsonl"}
+    code, output = run_trainer(arguments, material, timeout=360, variables=places)
     assert code == 0, output[-4000:]
     steps = [step for step in logged_steps(output) if "zorro/token_ratio" in step]
     assert len(steps) == 2, output[-4000:]
@@ -71,10 +78,38 @@ def test_one_override_trains_with_whole_groups(material):
         assert not any(name.startswith("actor/zorro") for name in step)
         # The rollout server is a plain model: had the engine scored other tokens, these would part.
         assert step["training/rollout_probs_diff_max"] < 1e-5
+    check_loggers(material, steps)
+    check_summary(output, steps[0])
     assert 0 < steps[0]["actor/kl_loss"] < steps[1]["actor/kl_loss"]  # the first mini-batch's is 0
     assert steps[0]["actor/grad_norm"] > 0
     assert any("val-core" in name or "val-aux" in name for step in logged_steps(output) for name in step)
     assert (material / "checkpoints" / "global_step_2" / "actor").is_dir()
+
+
+def check_loggers(folder, steps):
+    """What verl's loggers have written says what the console said; tensorboard holds float32."""
+    events = EventAccumulator(str(folder / "events")).Reload()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    for number, step in enumerate(steps, start=1):
+        for name in (name for name in step if name.startswith("zorro/")):
+            scalars = {event.step: event.value for event in events.Scalars(name)}
+            assert scalars[number] == numpy.float32(step[name]), name
+            assert [line["data"][name] for line in lines if line["step"] == number and name in line["data"]] == [
+                step[name]
+            ]
+
+
+def check_summary(output, step):
+    """One line, where a user looks, whose numbers are those of the first step; and no warning."""
+    (line,) = (line for line in output.splitlines() if "strategy=zorro, first" in line)
+    total, packed = (f"{int(step[f'zorro/{name}']):,}" for name in ("tokens_total", "tokens_packed"))
+    ratio, best = (f"{step[f'zorro/{name}']:.2f}" for name in ("token_ratio", "token_ratio_best"))
+    assert "INFO" in line
+    assert f"first update_actor: 4 prompts in 16 rows; {total} tokens of rows, {packed} through the model" in line
+    assert f"{ratio} times fewer, of {best} that the batch allows" in line
+    assert f"speed-up of update_actor: at most {step['zorro/flop_ratio']:.2f}" in line
+    assert "Qwen3ForCausalLM: attention of 2 layers shared, by sdpa (torch's own flash attention)." in line
+    assert not re.findall("WARNING.*token ratio", output)
 
 
 def test_a_critic_shares_prompts_too(material):

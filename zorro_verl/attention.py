@@ -24,6 +24,7 @@ A sliding window of 3 tokens leaves of a's and b's sight of P a part that is no 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -149,7 +150,7 @@ def _backward(
 def _attention_op(
     q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], scale: float, kernels: str
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _forward(q, k, v, VarlenCall.from_tensors(*tables), scale, resolve_kernels(kernels, q.device.type))
+    out, lse = _forward(q, k, v, VarlenCall.from_tensors(*tables), scale, _kernels(kernels, q))
     return out.contiguous(), lse.contiguous()  # a compiled graph relies on the strides that the fake below has
 
 
@@ -166,7 +167,11 @@ def _attention_backward_op(
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     calls = VarlenCall.from_tensors(*tables)
-    return _backward(grad, q, k, v, out, lse, calls, scale, resolve_kernels(kernels, q.device.type))
+    return _backward(grad, q, k, v, out, lse, calls, scale, _kernels(kernels, q))
+
+
+def _kernels(name: str, q: Tensor) -> Kernels:
+    return cast(Kernels, resolve_kernels(name, q.device.type))  # never the dense reference, which is no operator
 
 
 @_attention_op.register_fake

@@ -169,9 +169,9 @@ def _even_out(members: dict[int, list[int]], kinds: list[Kind], cost: list[int],
         else:
             return
         for c, away, here in ((heaviest, *swap), (other, *reversed(swap))):
-            groups = by_cost[c][kinds[away]]
-            groups.remove((cost[away], away))
-            insort(groups, (cost[here], here))
+            alike = by_cost[c][kinds[away]]
+            alike.remove((cost[away], away))
+            insort(alike, (cost[here], here))
             members[c][members[c].index(away)] = here
             load[c] += cost[here] - cost[away]
 

@@ -13,26 +13,26 @@ logger = logging.getLogger(__name__)
 
 
 class BudgetWarning:
-    """What an engine asks in every call, and hears of at most once."""
+    """What an engine asks in every call. The first time that a group does not fit it is said in the log."""
 
     def __init__(self) -> None:
         self._given = False
 
-    def check(self, batch: MicroBatches, micro_batches: Sequence[Sequence[int]], budget: int, budget_key: str) -> None:
-        """Warn if the largest group of ``batch`` was cut because it needs more than ``budget`` packed tokens.
+    def check(self, batch: MicroBatches, micro_batches: Sequence[Sequence[int]], budget: int, budget_key: str) -> bool:
+        """Whether the largest group of ``batch`` was cut because it needs more than ``budget`` packed tokens.
 
         Args:
             batch: the rows of one call.
             micro_batches: what `MicroBatches.split` made of it.
             budget, budget_key: what it was made with.
         """
-        if self._given:
-            return
         groups = rows_by_group(batch.group_index)
         largest = max(groups, key=lambda rows: _packed(batch, rows))
         needed, responses = _packed(batch, largest), sum(batch.response_lens[row] for row in largest)
         if needed <= budget:
-            return
+            return False
+        if self._given:
+            return True
         self._given = True
         pieces = [
             [rows[i] for i in piece]
@@ -56,6 +56,7 @@ class BudgetWarning:
             total / sum(_packed(batch, rows) for rows in groups),
             math.ceil(100 * needed / budget) / 100,  # rounded up: what is written here has to be enough
         )
+        return True
 
 
 def _packed(batch: MicroBatches, rows: Sequence[int]) -> int:

@@ -34,6 +34,7 @@ from zorro_verl.models import install
 from zorro_verl.options import CONFIG_KEY
 from zorro_verl.packing import Plan, build_plan
 from zorro_verl.sequence_parallel import Slices, check_heads
+from zorro_verl.summary import what_is_shared
 from zorro_verl.verl_rows import GROUPS, check_batch, groups_from_verl, rows_from_verl
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class SharedEngine:
             attention = self.model_config.override_config.get("attn_implementation", "auto")
         options = self.options
         install(module, attention, options.use_split_attention, get_device_name(), options.linear_attention)
+        self._shared = what_is_shared(module)
         self._dense, self._axes = module.forward.kernels is None, module.forward.axes
         work = ModelWork.of(module.config, self.head_features)
         self._count_work = functools.partial(work.of_groups, share_attention=options.use_split_attention)
@@ -199,10 +201,13 @@ class SharedEngine:
         most = self._agree(failure, len(indices), len(data))
         if len(indices) < most:
             indices = batch.split(*budget, min_count=most)
-        self._warn_of_budget.check(batch, indices, *budget)
+        over_budget = self._warn_of_budget.check(batch, indices, *budget)
         data.set(GROUPS, torch.tensor(batch.group_index))
         micro_batches = [tu.index_select_tensor_dict(data, torch.tensor(part)) for part in indices]
-        return micro_batches, indices, batch.counts(indices, self._count_work)
+        counts = batch.counts(indices, self._count_work)
+        counts.prompt_lens = dict(zip(batch.fingerprints, batch.prompt_lens, strict=True))
+        counts.over_budget, counts.shared = int(over_budget), self._shared
+        return micro_batches, indices, counts
 
     def _token_budget(self, data: TensorDict, longest_row: int) -> tuple[int, str]:
         """Packed tokens of a micro-batch, over all ranks that it is sliced over, and the config key that sets them."""

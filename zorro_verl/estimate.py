@@ -4,8 +4,9 @@ Estimates, to choose hardware and settings by before anything has run. Seconds a
 does at a utilisation that is assumed. Rollouts are not in them: generation reads weights and keys from memory, of which
 multiply-adds say little. Memory is tensors alone, as in `zorro_verl.memory`.
 
-The work of a pass is that of `zorro_verl.flops`: a forward of the scored rows costs one, an update three (forward, and
-both products of the backward), and with gradient checkpointing four.
+The work of a pass is that of `zorro_verl.flops`. An update costs three forwards, as a backward has two products for
+each of a forward; where that runs again in the backward, four. veRL's own engine runs the head on every token, this
+package on those of responses.
 """
 
 from __future__ import annotations
@@ -15,6 +16,30 @@ from typing import Any, NamedTuple
 from zorro_verl.flops import ModelWork
 
 _FLOAT32, _BFLOAT16 = 4, 2
+
+
+class PassCosts(NamedTuple):
+    """How many forwards of the decoder layers, and of the head, a pass costs."""
+
+    layers: int
+    head: int
+
+    def of(self, layers: int, head: int) -> int:
+        """Multiply-adds, from those of one forward."""
+        return self.layers * layers + self.head * head
+
+
+SCORING = PassCosts(1, 1)
+
+
+def update_costs(checkpointing: bool, logits_optimization: str = "none") -> PassCosts:
+    """Of forward and backward: a backward costs two forwards, and what is computed again costs one more.
+
+    Args:
+        checkpointing: ``enable_gradient_checkpointing``, which computes the layers again.
+        logits_optimization: "memory" (and verl's fused kernels) compute logits again.
+    """
+    return PassCosts(4 if checkpointing else 3, 4 if logits_optimization == "memory" else 3)
 
 
 class Batch(NamedTuple):
@@ -52,6 +77,7 @@ def pass_seconds(
     utilisation: float,
     shared: bool = True,
     checkpointing: bool = True,
+    logits_optimization: str = "none",
     head_features: int | None = None,
 ) -> PassSeconds:
     """How long the model's passes over a step's batch take.
@@ -62,8 +88,8 @@ def pass_seconds(
         gpus: how many compute.
         peak_flops: of one of them, floating-point operations per second (a multiply-add is two).
         utilisation: what share of them the passes reach, above 0 and at most 1.
-        shared: each prompt once; False for rows as they are.
-        checkpointing: ``enable_gradient_checkpointing``, which repeats the forward in the update.
+        shared: each prompt once; False for veRL's own engine.
+        checkpointing, logits_optimization: as for `update_costs`.
         head_features: as for `ModelWork.of`; 1 for a critic.
 
     Raises:
@@ -74,11 +100,14 @@ def pass_seconds(
             "batch, gpus, peak_flops and utilisation: expected at least 1 of each count, and 0 < utilisation <= 1, got "
             f"{tuple(batch)}, {gpus}, {peak_flops} and {utilisation}"
         )
-    group = batch.prompt_tokens, [batch.response_tokens] * batch.rollouts
-    work = ModelWork.of(config, head_features).of_groups([group])
-    operations = 2 * batch.prompts * (work.executed if shared else work.counted)
-    forward = operations / (gpus * peak_flops * utilisation)
-    return PassSeconds(forward, forward * (4 if checkpointing else 3))
+    model = ModelWork.of(config, head_features)
+    layers = model._replace(head=0).of_groups([(batch.prompt_tokens, [batch.response_tokens] * batch.rollouts)])
+    scored = batch.rollouts * (batch.response_tokens + (0 if shared else batch.prompt_tokens))
+    work = layers.executed if shared else layers.counted, model.head * scored
+    seconds = 2 * batch.prompts / (gpus * peak_flops * utilisation)
+    return PassSeconds(
+        *(seconds * costs.of(*work) for costs in (SCORING, update_costs(checkpointing, logits_optimization)))
+    )
 
 
 class ModelSize(NamedTuple):

@@ -69,13 +69,16 @@ class Entry:
         ValueError: an argument that it has not, or one that it can't do without and this module doesn't know.
     """
 
-    def __init__(self, function: Callable, label: str, meanings: tuple[str, ...], window: tuple[tuple[str, ...], ...]):
+    def __init__(
+        self, function: Callable[..., Any], label: str, meanings: tuple[str, ...], window: tuple[tuple[str, ...], ...]
+    ):
         self._function = function
         required = _required(function)
         self._names = {meaning: _present(NAMES[meaning], required, label) for meaning in meanings}
-        self._window = next((names for names in window if set(names) <= required.keys()), None)
-        if self._window is None:
+        names = next((names for names in window if set(names) <= required.keys()), None)
+        if names is None:
             raise ValueError(f"{label}: expected one of the arguments {window}, got {tuple(required)}")
+        self._window = names
         known = {*self._names.values(), *self._window}
         self._constants = {x: UNUSED[x] for x in required if required[x] and x in UNUSED and x not in known}
         if "return_lse" in required:
@@ -205,7 +208,7 @@ class FlashKernels:
                     f"{LOWER_BUDGET}"
                 )
 
-    def _load(self, path: str) -> tuple[Callable, str]:
+    def _load(self, path: str) -> tuple[Callable[..., Any], str]:
         """The function and what errors call it."""
         module, _, name = path.rpartition(".")
         where = f"attn_implementation={self.name}"
@@ -278,7 +281,7 @@ class FlashAttention4Kernels(FlashKernels):
     head_dim_step = 32  # with others, early releases gave wrong gradients and said nothing
 
 
-def _required(function: Callable) -> dict[str, bool]:
+def _required(function: Callable[..., Any]) -> dict[str, bool]:
     """The parameters of a function in their order, and whether each has to be given."""
     if isinstance(function, torch._ops.OpOverload):
         return {x.name: not x.has_default_value() for x in function._schema.arguments}

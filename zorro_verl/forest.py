@@ -76,7 +76,7 @@ class VarlenCall:
         self.causal, self.window = bool(causal), window or None
         self.key_index = None if self.window is None else key_index
         self._blocks: list[tuple[int, ...]] | None = None
-        self._runs: list[tuple[int, ...]] | None = None
+        self._runs: list[tuple[int, int, int, int, int]] | None = None
 
     @staticmethod
     def to_tensors(calls: Sequence[VarlenCall]) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,10 +110,10 @@ class VarlenCall:
         return self._blocks
 
     @property
-    def runs(self) -> list[tuple[int, ...]]:
+    def runs(self) -> list[tuple[int, int, int, int, int]]:
         """Neighbouring blocks with as many queries and keys as each other as one: ``(how many, q0, q1, k0, k1)``."""
         if self._runs is None:
-            self._runs = runs = []
+            runs: list[tuple[int, int, int, int, int]] = []
             for block in self.blocks:
                 count, q0, q1, k0, k1 = runs[-1] if runs else (0, 0, 0, 0, 0)
                 next_q0, next_q1, next_k0, next_k1 = block
@@ -121,7 +121,8 @@ class VarlenCall:
                 if adjoins and (q1 - q0, k1 - k0) == (count * (next_q1 - next_q0), count * (next_k1 - next_k0)):
                     runs[-1] = (count + 1, q0, next_q1, k0, next_k1)
                 else:
-                    runs.append((1, *block))
+                    runs.append((1, next_q0, next_q1, next_k0, next_k1))
+            self._runs = runs
         return self._runs
 
     def keys(self, x: Tensor) -> Tensor:
@@ -232,14 +233,15 @@ class Forest:
     def _build_window_call(self, window: int) -> VarlenCall:
         # A segment's first token is the one that reaches back furthest. One without a token reaches nothing.
         missing = torch.where(self.lengths > 0, window - 1, 0)
-        starts, lens = [self.starts], [self.lengths]
+        all_starts, all_lens = [self.starts], [self.lengths]
         for ancestor in self.ancestors:
             ancestor_len = torch.where(ancestor >= 0, self.lengths[ancestor], 0)
             taken = torch.minimum(missing, ancestor_len)
-            starts.append(self.starts[ancestor] + ancestor_len - taken)
-            lens.append(taken)
+            all_starts.append(self.starts[ancestor] + ancestor_len - taken)
+            all_lens.append(taken)
             missing = missing - taken
-        starts, lens = (torch.stack(pieces[::-1], 1)[self.order] for pieces in (starts, lens))  # the root comes first
+        # The root comes first.
+        starts, lens = (torch.stack(pieces[::-1], 1)[self.order] for pieces in (all_starts, all_lens))
         device = self.self_call.cu_seqlens_q.device
         key_index = ranges(starts.flatten(), lens.flatten(), device)
         return VarlenCall(self.lengths[self.order], lens.sum(1), 0, True, device, window, key_index)

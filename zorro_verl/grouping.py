@@ -9,6 +9,8 @@ Legend of shape letters, used in the whole package:
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 
 import torch
@@ -252,9 +254,9 @@ class _Blocks:
         for i in range(0, count, step):
             part = slice(i, min(i + step, count))
             windows, starts = column.unfold(0, BLOCK, 1), self._starts[part]
-            others = () if shifts is None else (windows.index_select(0, starts + shifts[part]),)
+            others = [] if shifts is None else [windows.index_select(0, starts + shifts[part])]
             results.append(function(windows.index_select(0, starts), *others))
-        others = () if shifts is None else (column[self._last + shift[:, None]],)
+        others = [] if shift is None else [column[self._last + shift[:, None]]]
         results.append(function(column[self._last], *others))
         return torch.cat(results)
 
@@ -278,8 +280,8 @@ def _same_prompt(rows: Rows, other: Tensor) -> Tensor:
     starts, device = rows.cu_seqlens[:-1], rows.tokens.device
     blocks = _Blocks(starts[asked], rows.prompt_lens[asked], device)
     shift = to_device((starts[other] - starts)[asked], device)
-    differing = sum(blocks.map(lambda a, b: a.ne_(b).sum(1), column, shift) for column in _columns(rows))
-    same[asked] = (blocks.sum_by_row(differing) == 0).cpu()
+    differing = (blocks.map(lambda a, b: a.ne_(b).sum(1), column, shift) for column in _columns(rows))
+    same[asked] = (blocks.sum_by_row(functools.reduce(operator.add, differing)) == 0).cpu()
     return same
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -64,9 +65,9 @@ class SharedPrompt:
 
     def outputs(self, model: nn.Module, hidden: Tensor, scored: Slices) -> dict[str, Tensor]:
         """``(r, E)`` hidden states of this rank's predictor rows -> ``(r,)`` of each value that is wanted, by name."""
+        lm_head: Any = model.lm_head
         if self.logits_optimization != "memory":
-            return self._scores_of(model.lm_head(hidden), scored)
-        lm_head = model.lm_head
+            return self._scores_of(lm_head(hidden), scored)
         if not isinstance(lm_head, nn.Linear):
             raise ValueError(
                 f"logits_optimization=memory: expected a plain linear lm_head, got {type(lm_head).__name__}; "
@@ -74,9 +75,11 @@ class SharedPrompt:
             )
         # The head is called as a module, with another forward for this call: FSDP may have wrapped it by itself, and
         # then its weight is whole between the hooks of a call only.
-        lm_head.forward = functools.partial(_project, lm_head, *self._wanted(scored), self.calculate_sum_pi_squared)
+        project = functools.partial(_project, lm_head, *self._wanted(scored), self.calculate_sum_pi_squared)
+        lm_head.forward = project  # type: ignore[method-assign, assignment]  # of this one module, for this call
         try:
-            return lm_head(hidden).by_name()
+            scores: Scores = lm_head(hidden)
+            return scores.by_name()
         finally:
             del lm_head.forward
 
@@ -92,7 +95,14 @@ class SharedPrompt:
         return scored.own(self.labels), temperature, self.calculate_entropy
 
 
-def _project(lm_head: nn.Linear, labels, temperature, calculate_entropy, squares, hidden: Tensor) -> Scores:
+def _project(
+    lm_head: nn.Linear,
+    labels: Tensor,
+    temperature: float | Tensor,
+    calculate_entropy: bool,
+    squares: bool,
+    hidden: Tensor,
+) -> Scores:
     weight, bias = lm_head.weight, lm_head.bias
     return log_probs_from_hidden(hidden, weight, bias, labels, temperature, calculate_entropy, squares)
 
@@ -115,4 +125,5 @@ class SharedValues:
 
         So verl stores them, where log-probs are float32.
         """
-        return {"values": model.score(hidden).squeeze(-1)}
+        score: Any = model.score
+        return {"values": score(hidden).squeeze(-1)}

@@ -70,7 +70,7 @@ class CheckedBatch(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ReconstructionInfo(Mapping):
+class ReconstructionInfo(Mapping[str, Any]):
     """Where every token of a padded batch lies in its packed row. Never changed; readable by attribute and by name.
 
     The packed row is a list of segments, ``[Prompt_1][Response_1_1][Response_1_2]...[Prompt_2]...``, each with all of

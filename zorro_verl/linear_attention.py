@@ -16,6 +16,7 @@ The kernels are the mixer's own and are handed in; nothing here depends on how t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,7 +120,7 @@ def gated_delta_rule(
     g: Tensor,
     beta: Tensor,
     plan: LinearPlan,
-    **options,
+    **options: Any,
 ) -> Tensor:
     """The mixer's recurrence, every segment started from the state at the end of its path.
 
@@ -245,7 +246,13 @@ class _Round:
         elif int(lengths.min()) < self.shape[1]:
             self.slots = ranges(torch.arange(self.shape[0]) * self.shape[1], lengths, device)
 
-    def run(self, rule: Callable, inputs: Sequence[Tensor], states: Tensor | None, options: dict[str, object]):
+    def run(
+        self,
+        rule: Callable[..., tuple[Tensor, Tensor | None]],
+        inputs: Sequence[Tensor],
+        states: Tensor | None,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
         """``(1, t, H, V)`` outputs of the segments and, but for the last round, their ``(n, H, K, V)`` states."""
         inputs = [x[:, self.tokens] for x in inputs]
         if self.cu_seqlens is not None:
@@ -259,7 +266,7 @@ class _Round:
             value,
             g=g,
             beta=beta,
-            initial_state=None if self.parents is None else states.index_select(0, self.parents),
+            initial_state=None if self.parents is None or states is None else states.index_select(0, self.parents),
             output_final_state=not self.last,
             **options,
         )

@@ -87,7 +87,7 @@ def log_probs_from_logits(
     rows = _rows_per_chunk(logits.shape[1], logits.device) if chunked else max(1, logits.shape[0])
     inverse = _inverse_temperature(temperature, logits)
     wanted = (calculate_entropy, calculate_sum_pi_squared)
-    return _wanted(*_FromLogits.apply(logits, labels, inverse, wanted, rows), wanted)
+    return _wanted(wanted, *_FromLogits.apply(logits, labels, inverse, wanted, rows))
 
 
 def log_probs_from_hidden(
@@ -107,10 +107,10 @@ def log_probs_from_hidden(
         hidden: ``(R, E)``; weight: ``(V, E)``; bias: ``(V,)`` or None. Under autocast both are cast as a linear is.
         labels, temperature, calculate_entropy, calculate_sum_pi_squared: as in `log_probs_from_logits`.
     """
-    hidden, weight, bias = (_autocast(x) for x in (hidden, weight, bias))
+    hidden, weight, bias = _autocast(hidden), _autocast(weight), None if bias is None else _autocast(bias)
     inverse = _inverse_temperature(temperature, hidden)
     wanted = (calculate_entropy, calculate_sum_pi_squared)
-    return _wanted(*_FromHidden.apply(hidden, weight, bias, labels, inverse, wanted), wanted)
+    return _wanted(wanted, *_FromHidden.apply(hidden, weight, bias, labels, inverse, wanted))
 
 
 def chunk_bytes(device: str) -> int:
@@ -141,7 +141,7 @@ class _FromLogits(torch.autograd.Function):
         parts = _chunks(logits.shape[0], ctx.rows)
         grad = torch.empty_like(logits) if len(parts) > 1 else None
         for part in parts:
-            piece = _logits_grad(logits[part], *statistics, grad_log_probs, grad_entropy, part)
+            piece = _logits_grad(logits[part], grad_log_probs, grad_entropy, part, *statistics)
             if grad is None:
                 grad = piece.to(logits.dtype)
             else:
@@ -178,22 +178,22 @@ class _FromHidden(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=sums) if need_bias else None
         for part in _chunks(hidden.shape[0], ctx.rows):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
-            grad = _logits_grad(logits, *statistics, grad_log_probs, grad_entropy, part).to(weight.dtype)
+            grad = _logits_grad(logits, grad_log_probs, grad_entropy, part, *statistics).to(weight.dtype)
             del logits
-            if need_hidden:
+            if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight
-            if need_weight and grad_weight.dtype == grad.dtype:
+            if grad_weight is not None and grad_weight.dtype == grad.dtype:
                 grad_weight.addmm_(grad.T, hidden[part])
-            elif need_weight:
+            elif grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
-            if need_bias:
+            if grad_bias is not None:
                 grad_bias += grad.sum(0)
             del grad
         cast = lambda total, like: None if total is None else total.to(like.dtype)  # noqa: E731
         return grad_hidden, cast(grad_weight, weight), cast(grad_bias, bias), None, None, None
 
 
-def _wanted(log_probs: Tensor, entropy: Tensor, squares: Tensor, wanted: tuple[bool, bool]) -> Scores:
+def _wanted(wanted: tuple[bool, bool], log_probs: Tensor, entropy: Tensor, squares: Tensor) -> Scores:
     return Scores(log_probs, entropy if wanted[0] else None, squares if wanted[1] else None)
 
 
@@ -216,31 +216,31 @@ def _statistics(
 
 def _logits_grad(
     logits: Tensor,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    part: slice,
     labels: Tensor,
     inverse: Tensor | None,
     peak: Tensor,
     log_total: Tensor,
     entropy: Tensor,
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    part: slice,
 ) -> Tensor:
     """``(rows, V)`` gradient of the logits; the formulas stand in the module's docstring.
 
     ``logits`` are those of ``part``; all else is whole. With ``s = z - max z`` and ``t`` its log-sum-exp, p is
     ``exp(s) exp(-t)`` and log p is ``s - t``: the factors of a row are multiplied first, so that each costs no pass.
     """
-    if grad_log_probs is None and grad_entropy is None:
-        return torch.zeros_like(logits)
     labels, peak, log_total, inverse = labels[part], peak[part], log_total[part], _of(inverse, part)
     shifted, scale = _shifted(logits, peak, inverse), torch.exp(-log_total)
-    if grad_entropy is None:
-        grad = shifted.exp_().mul_((-grad_log_probs[part] * scale)[:, None])
-    else:
+    if grad_entropy is not None:
         p = shifted.exp()
         grad = shifted.add_((entropy[part] - log_total)[:, None]).mul_(p).mul_((-grad_entropy[part] * scale)[:, None])
         if grad_log_probs is not None:
             grad.addcmul_(p, (grad_log_probs[part] * scale)[:, None], value=-1.0)
+    elif grad_log_probs is not None:
+        grad = shifted.exp_().mul_((-grad_log_probs[part] * scale)[:, None])
+    else:
+        return torch.zeros_like(logits)
     if grad_log_probs is not None:
         grad.scatter_add_(-1, labels[:, None], grad_log_probs[part, None])
     return grad if inverse is None else grad.mul_(inverse[:, None])
@@ -265,9 +265,9 @@ def _inverse_temperature(temperature: float | Tensor, like: Tensor) -> Tensor | 
     return temperature.clamp(min=MIN_TEMPERATURE).reciprocal().expand(like.shape[0])
 
 
-def _autocast(x: Tensor | None) -> Tensor | None:
+def _autocast(x: Tensor) -> Tensor:
     """As autocast casts the arguments of a linear: float64 stays what it is."""
-    if x is None or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 

@@ -50,6 +50,9 @@ class Vision(NamedTuple):
         return cls(tokens, vision.spatial_merge_size, size)
 
 
+_TEXT = Vision({}, 1, 0)  # of a model without a vision tower, whose rows bring no media
+
+
 class Media:
     """The media of a batch's rows.
 
@@ -66,7 +69,7 @@ class Media:
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any] | None], vision: Vision | None):
-        self._vision = vision
+        self._vision = vision or _TEXT
         self.rows = [_known(row, item) for row, item in enumerate(rows)]
         if vision is not None:
             self._check_grids(vision)
@@ -147,7 +150,7 @@ class Media:
 
     def _placeholders(self, kind: str, rows: Rows, ends: Tensor) -> Tensor:
         """``(B,)`` on the host: placeholders in each row before ``ends``."""
-        count = exclusive_cumsum((rows.tokens == self._vision.placeholders[kind]).long()).cpu()
+        count = exclusive_cumsum(rows.tokens.eq(self._vision.placeholders[kind]).long()).cpu()
         return count[ends] - count[rows.cu_seqlens[:-1]]
 
     @staticmethod

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from zorro_verl.flops import Work
 
@@ -16,7 +16,18 @@ _TOKENS_PACKED = "zorro/tokens_packed"
 _PIECES = "zorro/pieces"
 _WORK_COUNTED = "zorro/work_counted"
 _WORK_EXECUTED = "zorro/work_executed"
+_PROMPTS = "zorro/prompts"
+_OVER_BUDGET = "zorro/over_budget"
+_SHARED = "zorro/shared"
 _SKIPPED = "zorro/skipped_steps"
+
+
+class Repeats(NamedTuple):
+    """Tokens of prompts that went through the model again though they had been through it once, by what did that."""
+
+    placement: int  # a group's rows are in several mini-batches, or on several data-parallel ranks
+    micro_batches: int  # they are in several micro-batches of one mini-batch on one rank
+    media: int  # they are left alone because they have images or videos
 
 
 class ShareCounts:
@@ -28,6 +39,9 @@ class ShareCounts:
         work_counted, work_executed: multiply-adds of all rows and of what was executed, see `zorro_verl.flops`.
         calls: for each call of the engine, in their order, ``(fingerprint, rows, alone)`` of each group in each
             micro-batch: a group that was cut has several, and one more for its rows that share with nobody.
+        prompt_lens: tokens of each prompt, by fingerprint; empty where nobody asks for `token_ratio_best`.
+        over_budget: calls whose largest group needs more than a micro-batch may have.
+        shared: what the workers say of their model, see `zorro_verl.summary.what_is_shared`.
         skipped_steps: optimizer steps that were skipped because the grad norm was not finite, or, stand-alone, because
             no token was in the loss.
     """
@@ -38,6 +52,9 @@ class ShareCounts:
         self.work_counted = 0
         self.work_executed = 0
         self.calls: list[tuple[tuple[int, int, bool], ...]] = [()]
+        self.prompt_lens: Mapping[int, int] = {}
+        self.over_budget = 0
+        self.shared = ""
         self.skipped_steps = 0
 
     def add_micro_batch(
@@ -64,6 +81,10 @@ class ShareCounts:
             _WORK_COUNTED: [self.work_counted],
             _WORK_EXECUTED: [self.work_executed],
             _PIECES: list(self.calls),
+            _PROMPTS: list(self.prompt_lens.items()),
+            _OVER_BUDGET: [self.over_budget],
+            # As numbers: a trainer of someone's own, which averages whatever its workers report, has no use for a text.
+            _SHARED: [*self.shared.encode(), 0],
         }
 
     @classmethod
@@ -77,12 +98,20 @@ class ShareCounts:
         counts.work_counted = sum(_flat(metrics.pop(_WORK_COUNTED)))
         counts.work_executed = sum(_flat(metrics.pop(_WORK_EXECUTED)))
         counts.calls = _flat(metrics.pop(_PIECES))
+        counts.prompt_lens = dict(_flat(metrics.pop(_PROMPTS)))
+        counts.over_budget = sum(_flat(metrics.pop(_OVER_BUDGET)))
+        texts = bytes(_flat(metrics.pop(_SHARED)))  # the same from every rank and mini-batch
+        counts.shared = texts.partition(b"\0")[0].decode()
         counts.skipped_steps = sum(_flat(metrics.pop(_SKIPPED, [])))
         return counts
 
     @property
     def token_ratio(self) -> float:
         return self.tokens_total / max(1, self.tokens_packed)
+
+    def token_ratio_best(self, epochs: int) -> float:
+        """What the token ratio would be with each prompt once in each epoch, rows with images and all."""
+        return self.tokens_total / max(1, self.tokens_packed - sum(self.repeats(epochs)))
 
     @property
     def flop_ratio(self) -> float:
@@ -101,9 +130,8 @@ class ShareCounts:
         are equal runs of calls.
         """
         groups = split = cut = multimodal = 0
-        per_epoch = max(1, len(self.calls) // epochs)
-        for start in range(0, len(self.calls), per_epoch):
-            pieces = [piece for call in self.calls[start : start + per_epoch] for piece in call]
+        for calls in self._epochs(epochs):
+            pieces = [piece for call in calls for piece in call]
             members: Counter[int] = Counter()
             for fingerprint, rows, _ in pieces:
                 members[fingerprint] += rows
@@ -120,6 +148,42 @@ class ShareCounts:
             "groups_split": split,
             "fallback": {"group_cut": cut, "multimodal": multimodal},
         }
+
+    def repeats(self, epochs: int) -> Repeats:
+        """Why ``tokens_packed`` is more than each prompt once in each epoch, and each response; adds up to the tokens.
+
+        Raises:
+            KeyError: ``prompt_lens`` were not told.
+        """
+        placement = micro_batches = media = 0
+        for calls in self._epochs(epochs):
+            pieces, homes, alone_rows = Counter[int](), Counter[int](), Counter[int]()
+            for call in calls:
+                shared = [fingerprint for fingerprint, _, alone in call if not alone]
+                pieces.update(shared)
+                homes.update(set(shared))
+                for fingerprint, rows, alone in call:
+                    alone_rows[fingerprint] += rows * alone
+            for fingerprint, rows in alone_rows.items():
+                length = self.prompt_lens[fingerprint]
+                placement += length * max(0, homes[fingerprint] - 1)
+                micro_batches += length * (pieces[fingerprint] - homes[fingerprint])
+                media += length * (rows if homes[fingerprint] else rows - 1)
+        return Repeats(placement, micro_batches, media)
+
+    def rows_by_prompt(self, epochs: int) -> list[int]:
+        """How many rows each prompt has, in one epoch."""
+        members: Counter[int] = Counter()
+        for call in next(self._epochs(epochs)):
+            for fingerprint, rows, _ in call:
+                members[fingerprint] += rows
+        return list(members.values())
+
+    def _epochs(self, epochs: int) -> Iterator[list[tuple[tuple[int, int, bool], ...]]]:
+        """The calls of each epoch: equal runs of them."""
+        per_epoch = max(1, len(self.calls) // epochs)
+        for start in range(0, len(self.calls), per_epoch):
+            yield self.calls[start : start + per_epoch]
 
     def step_metrics(self, epochs: int) -> dict[str, float]:
         """The metrics of an ``update_actor``, as they stand in the step's log."""

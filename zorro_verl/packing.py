@@ -127,5 +127,7 @@ def _pairs(
     starts: Tensor, lengths: Tensor, other_starts: Tensor, other_lengths: Tensor, device: torch.device
 ) -> Tensor:
     """`ranges` of each row's two pieces, one behind the other."""
-    pieces = (torch.stack(pair, 1).flatten() for pair in ((starts, other_starts), (lengths, other_lengths)))
-    return ranges(*pieces, device)
+    both_starts, both_lengths = (
+        torch.stack(pair, 1).flatten() for pair in ((starts, other_starts), (lengths, other_lengths))
+    )
+    return ranges(both_starts, both_lengths, device)

@@ -37,11 +37,12 @@ def build_padded_plan(
     if sequence is not None:
         owner = owner * columns + sequence.flatten()[places]
     cu_seqlens = exclusive_cumsum(torch.unique_consecutive(owner, return_counts=True)[1].cpu())
-    bounded = response_length is not None and response_length < columns and sequence is None
+    prompt_columns = 0 if sequence is not None or response_length is None else columns - response_length
+    bounded = prompt_columns > 0
     prompt_lens, kept = torch.ones(cu_seqlens.numel() - 1, dtype=torch.int64), None
     if bounded:
         kept = valid.any(1).cpu()
-        prompt_lens = valid[:, : columns - response_length].sum(1).cpu()[kept]
+        prompt_lens = valid[:, :prompt_columns].sum(1).cpu()[kept]
     # A row that begins in the response columns has its first token taken for a prompt, which others may share.
     tokens, positions = (values.flatten()[places] for values in (ids, position_ids))
     rows = Rows(tokens, positions, cu_seqlens, prompt_lens.clamp(min=1))

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from zorro_verl.batching import place_groups
-from zorro_verl.grouping import Rows, exclusive_cumsum, find_prompt_groups, first_rows
+from zorro_verl.grouping import Rows, exclusive_cumsum, find_prompt_groups
+from zorro_verl.ratio_warning import RatioWarning
 
 
 def balance_batch(
@@ -30,7 +31,10 @@ def balance_batch(
     prompts, seq_lens = fields["prompts"], [tag["seq_len"] for tag in batch.tags]
     rows = _prompt_rows(prompts.values(), prompts.offsets())
     padding = [row for row, tag in enumerate(batch.tags) if tag.get("is_padding", False)]
-    batch.reorder(_group_order(module, self, rows, seq_lens, padding, metrics, logging_prefix))
+    # Keys are <uid>_<session>_<index>. A later output of a session has more than the drawn prompt before it.
+    keys = [key.rsplit("_", 2) for key in batch.keys]
+    uids = [key[0] if key[-1] == "0" else None for key in keys]
+    batch.reorder(_group_order(module, self, rows, seq_lens, padding, uids, metrics, logging_prefix))
     return batch
 
 
@@ -47,7 +51,8 @@ def legacy_balance_batch(
     prompts, mask = batch.batch["prompts"], batch.batch["attention_mask"]
     valid = mask[:, : prompts.shape[1]].bool()
     rows = _prompt_rows(prompts[valid], exclusive_cumsum(valid.sum(1)))
-    order = _group_order(module, self, rows, mask.sum(1).tolist(), [], metrics, logging_prefix)
+    uids = list(batch.non_tensor_batch.get("uid", [None] * rows.num_rows))
+    order = _group_order(module, self, rows, mask.sum(1).tolist(), [], uids, metrics, logging_prefix)
     batch.reorder(torch.tensor(order))
 
 
@@ -62,27 +67,27 @@ def _group_order(
     prompts: Rows,
     seq_lens: list[int],
     padding: list[int],
+    uids: list[str | None],
     metrics: dict,
     logging_prefix: str,
 ) -> list[int]:
     """The order of the rows in which verl's equal chunks hold whole groups; its balance goes into ``metrics``."""
-    groups = find_prompt_groups(prompts)
+    groups = find_prompt_groups(prompts).tolist()
     prompt_lens = prompts.prompt_lens.tolist()
     response_lens = [seq - prompt for seq, prompt in zip(seq_lens, prompt_lens, strict=True)]
-    num_ranks = _num_ranks(trainer.actor_rollout_wg, "actor")
+    RatioWarning.of(trainer).check_prompts(prompts, groups, sum(response_lens), uids)
+    num_ranks = data_parallel_ranks(trainer.actor_rollout_wg, "actor")
     slices = _slices(trainer, len(seq_lens) // num_ranks, num_ranks)
-    order = place_groups(groups.tolist(), prompt_lens, response_lens, num_ranks, slices, padding)
+    order = place_groups(groups, prompt_lens, response_lens, num_ranks, slices, padding)
 
     per_rank = len(order) // num_ranks
     partitions = [order[i : i + per_rank] for i in range(0, len(order), per_rank)]
     metrics.update(module.log_seqlen_unbalance(seqlen_list=seq_lens, partitions=partitions, prefix=logging_prefix))
-    shared = sum(prompt_lens[row] for row in first_rows(groups).tolist()) + sum(response_lens)
-    metrics["zorro/token_ratio_best"] = sum(seq_lens) / max(1, shared)
     return order
 
 
-def _num_ranks(worker_group: Any, mesh: str) -> int:
-    """Data-parallel ranks: workers of one sequence-parallel group are handed the same rows."""
+def data_parallel_ranks(worker_group: Any, mesh: str) -> int:
+    """Those of a role, by its mesh: "actor", or a critic's "train". Workers of one sequence share the same rows."""
     if mesh not in worker_group._dispatch_info:
         worker_group._dispatch_info[mesh] = worker_group._query_dispatch_info(mesh)
     return max(worker_group._dispatch_info[mesh]) + 1
@@ -97,7 +102,7 @@ def _slices(trainer: Any, rows_per_rank: int, num_ranks: int) -> int:
     config = trainer.config
     roles = [(config.actor_rollout_ref.actor, num_ranks)]
     if trainer.use_critic:
-        roles.append((config.critic, _num_ranks(trainer.critic_wg, "train")))
+        roles.append((config.critic, data_parallel_ranks(trainer.critic_wg, "train")))
     counts = []
     for role, ranks in roles:
         slice_rows = role.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // ranks

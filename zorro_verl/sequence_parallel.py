@@ -85,7 +85,7 @@ class Slices:
         if tensors[0].shape[1] % self.size:
             raise _indivisible(tensors[0].shape[1], self.size)
         parts = [self._head_parts(x) for x in tensors]
-        received: list[Tensor | None] = [None] * len(parts)
+        received = list(parts)  # each is replaced by what comes in its place
         for dtype in dict.fromkeys(x.dtype for x in parts):
             members = [i for i, x in enumerate(parts) if x.dtype == dtype]
             sent = torch.cat([parts[i].flatten(2) for i in members], 2).transpose(0, 1)

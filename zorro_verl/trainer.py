@@ -7,7 +7,7 @@ Each is inert unless actor or critic has that strategy:
     _compute_old_log_prob,       and logged under their own names, without the ``actor/`` prefix that verl adds
     _compute_ref_log_prob,
     _compute_values,
-    _update_critic
+    _update_critic              the updates also bring `zorro_verl.summary` and `zorro_verl.ratio_warning` into the log
     _compute_metrics             where V1 logs its throughput, the throughput that was executed is logged too; for the
                                  legacy trainer see `zorro_verl.throughput`
 """
@@ -21,8 +21,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from zorro_verl.metrics import ShareCounts
-from zorro_verl.placement import balance_batch, legacy_balance_batch
+from zorro_verl.micro_batches import token_budget
+from zorro_verl.placement import balance_batch, data_parallel_ranks, legacy_balance_batch
+from zorro_verl.ratio_warning import RatioWarning, Update
+from zorro_verl.summary import Summary
 from zorro_verl.throughput import executed_throughput, let_wait
+from zorro_verl.value_models import in_critic_keys
 from zorro_verl.wrapping import wrap_once
 
 
@@ -35,7 +39,7 @@ def wrap_ppo_trainer(module: ModuleType) -> None:
         _compute_old_log_prob=_reporting("old_log_prob", _old_log_prob),
         _compute_ref_log_prob=_reporting("ref", _ref_log_prob),
         _compute_values=_reporting("values", _values),
-        _update_critic=_reporting("critic", _critic_update),
+        _update_critic=_update_critic,
         _compute_metrics=_compute_metrics,
     )
 
@@ -49,7 +53,7 @@ def wrap_legacy_trainer(module: ModuleType) -> None:
         _compute_old_log_prob=_legacy_reporting("old_log_prob", _old_log_prob),
         _compute_ref_log_prob=_legacy_reporting("ref", _ref_log_prob),
         _compute_values=_legacy_reporting("values", _values),
-        _update_critic=_legacy_reporting("critic", _critic_update),
+        _update_critic=_legacy_update_critic,
     )
 
 
@@ -81,10 +85,13 @@ class _Report(NamedTuple):
     mfu: float | None  # verl's, the mean over its optimizer steps; None where verl measures none
 
     def training_metrics(self, epochs: int) -> dict[str, float]:
-        return self.counts.step_metrics(epochs) | self._mfu_executed("zorro")
+        return self.counts.step_metrics(epochs) | self.best(epochs) | self._mfu_executed("zorro")
 
     def call_metrics(self, name: str) -> dict[str, float]:
         return {f"zorro/{name}/token_ratio": self.counts.token_ratio} | self._mfu_executed(f"zorro/{name}")
+
+    def best(self, epochs: int) -> dict[str, float]:
+        return {"zorro/token_ratio_best": self.counts.token_ratio_best(epochs)}
 
     def _mfu_executed(self, prefix: str) -> dict[str, float]:
         return {} if self.mfu is None else {f"{prefix}/mfu_executed": self.counts.executed_mfu(self.mfu)}
@@ -94,7 +101,7 @@ def _update_actor(original: Callable, self: Any, batch: Any, metrics: dict) -> A
     with _reports(self.actor_rollout_wg, "update_actor") as reports:
         batch = original(self, batch, metrics)
     for report in reports:
-        metrics.update(report.training_metrics(self.config.actor_rollout_ref.actor.ppo_epochs))
+        metrics.update(_actor_metrics(self, report, placed=True))
     return batch
 
 
@@ -102,10 +109,62 @@ def _legacy_update_actor(original: Callable, self: Any, batch: Any) -> Any:
     with _reports(self.actor_rollout_wg, "update_actor") as reports:
         output = original(self, batch)
     for report in reports:
-        metrics = report.training_metrics(self.config.actor_rollout_ref.actor.ppo_epochs)
+        metrics = _actor_metrics(self, report, placed=self.config.trainer.balance_batch)
         output.meta_info["metrics"].update(metrics)
         let_wait(batch, metrics)
     return output
+
+
+def _actor_metrics(trainer: Any, report: _Report, placed: bool) -> dict[str, float]:
+    """Of an update; what is to be said of it is said."""
+    epochs = trainer.config.actor_rollout_ref.actor.ppo_epochs
+    _say(trainer, report.counts, epochs, "update_actor", functools.partial(_actor_cut, trainer, placed))
+    return report.training_metrics(epochs)
+
+
+def _update_critic(original: Callable, self: Any, batch: Any, metrics: dict) -> Any:
+    with _reports(*_critic_update(self)) as reports:
+        batch = original(self, batch, metrics)
+    for report in reports:
+        metrics.update(_critic_metrics(self, report, placed=True))
+    return batch
+
+
+def _legacy_update_critic(original: Callable, self: Any, batch: Any) -> Any:
+    with _reports(*_critic_update(self)) as reports:
+        output = original(self, batch)
+    for report in reports:
+        let_wait(batch, _critic_metrics(self, report, placed=self.config.trainer.balance_batch))
+    return output
+
+
+def _critic_metrics(trainer: Any, report: _Report, placed: bool) -> dict[str, float]:
+    """With the best ratio, which no other call gives while a critic warms up, and where it alone shares."""
+    epochs = trainer.config.critic.ppo_epochs
+    if trainer.config.actor_rollout_ref.actor.strategy != "zorro":
+        update = functools.partial(_critic_cut, trainer, placed)
+        _say(trainer, report.counts, epochs, "update_critic", update)
+    return report.call_metrics("critic") | report.best(epochs)
+
+
+def _say(trainer: Any, counts: ShareCounts, epochs: int, name: str, update: Callable[[], Update]) -> None:
+    vars(trainer).setdefault("zorro_summary", Summary()).give(counts, epochs, name)
+    RatioWarning.of(trainer).check(counts, epochs, update)
+
+
+def _actor_cut(trainer: Any, placed: bool) -> Update:
+    config = trainer.config.actor_rollout_ref
+    _, budget_key = token_budget(config.actor.use_dynamic_bsz, 1, 1, 1)
+    ranks = data_parallel_ranks(trainer.actor_rollout_wg, "actor")
+    sizes = config.actor.ppo_mini_batch_size, config.rollout.n, ranks
+    return Update("update_actor", "actor_rollout_ref.actor", budget_key, *sizes, placed)
+
+
+def _critic_cut(trainer: Any, placed: bool) -> Update:
+    config, rollouts = trainer.config.critic, trainer.config.actor_rollout_ref.rollout.n
+    _, budget_key = token_budget(config.use_dynamic_bsz, 1, 1, 1)
+    sizes = config.ppo_mini_batch_size, rollouts, data_parallel_ranks(trainer.critic_wg, "train")
+    return Update("update_critic", "critic", in_critic_keys(budget_key), *sizes, placed)
 
 
 def _reporting(name: str, call: Callable[[Any], tuple[Any, str]]) -> Callable:

@@ -57,15 +57,15 @@ class CpuKernels:
             return torch.empty_like(q), q.new_empty(q.shape[1], 0, dtype=lse_dtype(q))
         outs, lses = [], []
         for tile in _tiles(call, q.dtype):
-            queries = _heads_first(q, tile.q0, tile.q1, tile.count)
+            queries = _heads_first(q, tile.q0, tile.q1, tile.parts)
             if tile.k0 == tile.k1:
                 out = torch.zeros_like(queries)
                 lse = torch.full(queries.shape[:3], -torch.inf, dtype=lse_dtype(q), device=q.device)
             else:
                 out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                     queries,
-                    _heads_first(k, tile.k0, tile.k1, tile.count),
-                    _heads_first(v, tile.k0, tile.k1, tile.count),
+                    _heads_first(k, tile.k0, tile.k1, tile.parts),
+                    _heads_first(v, tile.k0, tile.k1, tile.parts),
                     0.0,
                     tile.causal,
                     attn_mask=tile.mask,
@@ -115,10 +115,10 @@ class CpuKernels:
 class _Tile(NamedTuple):
     """Queries ``q0:q1`` on keys ``k0:k1``: all, causal from the top left, or under a ``mask`` to add to the scores.
 
-    Both are ``count`` equal parts, of which each sees its own.
+    Both are ``parts`` equal ones, of which each sees its own.
     """
 
-    count: int
+    parts: int
     q0: int
     q1: int
     k0: int
@@ -143,15 +143,17 @@ def _tiles(call: VarlenCall, dtype: torch.dtype) -> Iterator[_Tile]:
             yield _Tile(1, first, end, start, end + to_key, False, mask)
 
 
-def _tile_backward(grad, q, k, v, out, lse, tile, scale) -> tuple[Tensor, ...]:
+def _tile_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: _Tile, scale: float
+) -> tuple[Tensor, ...]:
     """``dq, dk, dv`` of one tile's queries and keys."""
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _heads_first(grad, tile.q0, tile.q1, tile.count),
-        _heads_first(q, tile.q0, tile.q1, tile.count),
-        _heads_first(k, tile.k0, tile.k1, tile.count),
-        _heads_first(v, tile.k0, tile.k1, tile.count),
-        _heads_first(out, tile.q0, tile.q1, tile.count),
-        lse[:, tile.q0 : tile.q1].unflatten(1, (tile.count, -1)).transpose(0, 1).contiguous(),
+        _heads_first(grad, tile.q0, tile.q1, tile.parts),
+        _heads_first(q, tile.q0, tile.q1, tile.parts),
+        _heads_first(k, tile.k0, tile.k1, tile.parts),
+        _heads_first(v, tile.k0, tile.k1, tile.parts),
+        _heads_first(out, tile.q0, tile.q1, tile.parts),
+        lse[:, tile.q0 : tile.q1].unflatten(1, (tile.parts, -1)).transpose(0, 1).contiguous(),
         0.0,
         tile.causal,
         attn_mask=tile.mask,

@@ -40,6 +40,7 @@ from zorro_verl.families import check_training, text_config, window_of
 from zorro_verl.layer_loading import LayeredCheckpoint
 from zorro_verl.layerwise import compare_layer
 from zorro_verl.linear_attention import LINEAR_ATTENTION, LinearPlan
+from zorro_verl.measuring import check_device
 from zorro_verl.mixers import linear_layers, takes_cu_seqlens
 from zorro_verl.packing import Plan
 from zorro_verl.verify_request import Sizes, check_device_name
@@ -148,10 +149,7 @@ def verify(
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     check_device_name(device)
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"device: expected cpu, as torch finds no CUDA here, got {device!r}")
-    if device != "cpu" and (torch.device(device).index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, got {device!r}")
+    check_device(device)
     config = config_of(model)
     whole = skeleton(config)
     batch = ragged_batch(text_tokens(config), sizes, seed, device)

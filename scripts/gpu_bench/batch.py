@@ -7,9 +7,9 @@ from functools import cached_property
 
 import torch
 from gpu_bench.work import Group
-from measuring import Shape
 
 from zorro_verl.grouping import Rows
+from zorro_verl.measuring import Shape
 from zorro_verl.packing import Plan, build_plan
 
 ALONE = 8  # rows, each with a prompt of its own, of a shape with one response

@@ -20,9 +20,11 @@ from gpu_bench.report import optional_versions, precision_lines, settings, table
 from gpu_bench.schedule import ASSUMED_RATE, ASSUMED_START, LEVELS, SMALL_GROUPS, TINY_GROUPS, Piece, pieces
 from gpu_bench.sizes import SIZES
 from gpu_bench.verdict import Outcome
-from measuring import Effort, Shape, count, duration, environment, write_json
+from measuring import P_R_N, as_argument, command_line, count, duration, write_json
 
+from zorro_verl.attention_kernels import ATTENTION_IMPLEMENTATIONS
 from zorro_verl.log_probs import LOGITS_OPTIMIZATIONS
+from zorro_verl.measuring import Effort, Shape, environment
 
 SCRIPT = Path(__file__).resolve().parent.parent / "bench_gpu.py"
 GRACE = 60.0  # seconds that the engine level's process may take beyond its budget: it starts, and a case ends
@@ -39,8 +41,19 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), help="default: 8B 0.6B, with --quick 8B")
     parser.add_argument("--layers", type=int, help="of the models (default: 4, with --quick 2)")
     parser.add_argument("--levels", nargs="+", choices=LEVELS, help="default: all, with --quick all but engine")
-    parser.add_argument("--shapes", type=Shape.parse, nargs="+", metavar="P,R,n")
-    parser.add_argument("--attention", default="auto", help="attn_implementation of the shared model (default: auto)")
+    parser.add_argument(
+        "--shapes",
+        type=as_argument(Shape.parse),
+        nargs="+",
+        metavar="P,R,n",
+        help=f"{P_R_N} (default: {' '.join(map(str, SHAPES))}, with --quick {' '.join(map(str, QUICK_SHAPES))})",
+    )
+    parser.add_argument(
+        "--attention",
+        choices=ATTENTION_IMPLEMENTATIONS,
+        default="auto",
+        help="attn_implementation of the shared model (default: auto)",
+    )
     parser.add_argument("--logits-optimization", choices=LOGITS_OPTIMIZATIONS, default="memory", help="of both sides")
     parser.add_argument("--rounds", type=count, default=3, help="least timed runs of each contestant (default: 3)")
     parser.add_argument("--seconds", type=duration, help="when to stop (default: 340, with --quick 110)")
@@ -192,7 +205,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("--device cuda: expected a GPU that torch sees; without one, --device cpu --tiny", file=sys.stderr)
         return 1
     device = Device(options.device)
-    surroundings = environment("transformers", **device.describe(), **optional_versions(), **settings(options))
+    surroundings = environment(
+        command_line(), "transformers", **device.describe(), **optional_versions(), **settings(options)
+    )
     print("\n".join(f"{key}: {value}" for key, value in surroundings.items()), flush=True)
     small = TINY_GROUPS if options.tiny else SMALL_GROUPS
     run = Run(device, options.effort, Budget(options.seconds), small)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gpu_bench.comparison import PRECISION, Results, disagreement, errors, imprecision
-from gpu_bench.device import Device, out_of_memory
-from measuring import Effort, Timing, clock_for
+from gpu_bench.device import Device
+
+from zorro_verl.measuring import Effort, Timing, clock_for, out_of_memory
 
 SHARE_OF_BOUND = 0.90  # target where a prompt is shared
 SPEED_ALONE = 0.98  # target where nothing is shared

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from measuring import Timing, hardware, stopwatch
+
+from zorro_verl.measuring import Timing, cuda_stopwatch, hardware, peak_allocated, stopwatch
 
 
 @dataclass(frozen=True)
@@ -27,28 +28,14 @@ class Device:
 
     def watch(self, step: Callable[[], object]) -> Timing:
         """One run. On CUDA both numbers are the GPU's, from the first kernel's start to the last one's end."""
-        if not self.is_cuda:
-            return stopwatch(step)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        seconds = start.elapsed_time(end) / 1e3
-        return Timing(seconds, seconds)
+        return cuda_stopwatch(step) if self.is_cuda else stopwatch(step)
 
     def peak(self, step: Callable[[], object]) -> int | None:
         """Most bytes allocated during a run above those at its start; None on a CPU, whose allocator counts none."""
-        if not self.is_cuda:
-            step()
-            return None
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        if self.is_cuda:
+            return peak_allocated(step)
         step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return None
 
     def free(self) -> int | None:
         """Bytes that tensors could still take up: the driver's, and the cache's unused ones; None on a CPU."""
@@ -71,21 +58,10 @@ class Device:
         """What the hardware is, for the report."""
         if not self.is_cuda:
             return {"hardware": hardware()}
-        properties = torch.cuda.get_device_properties(0)
         return {
-            "hardware": f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
-            f"{properties.multi_processor_count} multiprocessors; {hardware()}",
+            "hardware": hardware(self.type),
             "cuda": f"{torch.version.cuda}, driver, clocks and power limit: {_nvidia_smi()}",
         }
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the device's memory did not suffice, whoever raised it."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        text in str(error).lower() for text in ("out of memory", "cublas_status_alloc_failed")
-    )
 
 
 def _nvidia_smi() -> str:

@@ -8,7 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from gpu_bench.comparison import PRECISION, TIMES_STOCK, TOLERANCES
 from gpu_bench.contest import LONG_ROUND, Entry
 from gpu_bench.verdict import Outcome
-from measuring import Effort, markdown_header, markdown_row, number
+from measuring import markdown_header, markdown_row, number
+
+from zorro_verl.measuring import Effort
 
 OPTIONAL = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "liger-kernel", "verl")
 COLUMNS = ("contestant", "ms", "rounds", "speed-up", "of bound", "TFLOP/s", "peak GiB", "difference", "")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench_cpu import CONFIG, SHAPES
-from measuring import Shape
 
 from zorro_verl.flops import flop_bound_speedup
+from zorro_verl.measuring import Shape
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 from bench_cpu import TOLERANCE
-from measuring import Effort, Timing, time_interleaved
 from peers.environments import Environment
 from peers.process import Failed, Process
 from safetensors.torch import load_file
+from virtual_environment import ROOT
+
+from zorro_verl.measuring import Effort, Timing, time_interleaved
 
 PLAIN = "plain"  # the contestant that all are held against
 
@@ -43,7 +45,8 @@ class Contestant:
         """
         if lacking := self.environment.lacking():
             raise Failed(f"not run: lacks {', '.join(lacking)}; `python scripts/bench_peers.py --setup` installs it")
-        path = os.pathsep.join(map(str, self.environment.path))
+        # The last is what every worker measures with.
+        path = os.pathsep.join(map(str, (*self.environment.path, ROOT)))
         variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         command = (str(self.environment.python), *self.program, self.name, str(folder))
         return Process(command, variables, folder / f"{self.name}.log", limit)

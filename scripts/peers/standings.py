@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from measuring import clock_for, markdown_header, markdown_row, number
+from measuring import markdown_header, markdown_row, number
 from peers.cases import Case
 from peers.race import Result
+
+from zorro_verl.measuring import clock_for
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ from types import ModuleType
 from typing import TextIO
 
 import torch
-from measuring import peak_resident, stopwatch
 from peers.batch import Batch, load_model
 from safetensors.torch import save_file
 from torch import Tensor
+
+from zorro_verl.measuring import peak_resident, stopwatch
 
 # What a contestant is called -> the module that holds it, and the class there.
 CONTESTANTS = {

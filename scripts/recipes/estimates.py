@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import qwen3_sizes
 import recipe as recipes
 from omegaconf import DictConfig
 
 from zorro_verl.estimate import Batch, ModelSize, pass_seconds, shard_memory
+from zorro_verl.known_models import config_of
 from zorro_verl.memory import activation_memory
 
 PAGE = recipes.RECIPES.parent / "docs" / "recipes.md"
@@ -100,8 +100,8 @@ def estimate(recipe: Path) -> Estimate:
     stock = shared = 0.0
     training, resident = [], []
     for role in roles_of(config):
-        model = qwen3_sizes.config_of(role.model)
-        options = {"peak_flops": PEAK_FLOPS, "utilisation": UTILISATION}
+        model = config_of(role.model)
+        options = {"peak_flops": PEAK_FLOPS, "utilisation": UTILISATION, "logits_optimization": "memory"}
         options |= {"head_features": 1} if role.is_critic else {}
         forwards = 2 if reference and not role.is_critic else 1
         seconds = [pass_seconds(model, batch, gpus, shared=s, **options) for s in (False, True)]

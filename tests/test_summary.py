@@ -1,0 +1,72 @@
+"""The line of a trainer's first update: what it says of the model and of the batch, once, and whose update it is."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import tiny_models
+import torch
+from tiny import tiny_model
+
+from zorro_verl.metrics import ShareCounts
+from zorro_verl.models import install
+from zorro_verl.summary import Summary, what_is_shared
+
+
+def test_attention_and_its_kernels():
+    model = tiny_model()
+    layers = model.config.num_hidden_layers
+    install(model, "auto", device="cpu")
+    text = f"Qwen3ForCausalLM: attention of {layers} layers shared, by "
+    assert what_is_shared(model) == text + "sdpa (torch's own flash attention)"
+    install(model, "eager")
+    assert what_is_shared(model) == text + "eager (the dense reference)"
+
+
+def test_attention_that_is_not_shared():
+    model = tiny_model()
+    install(model, "eager", use_split_attention=False)
+    text = what_is_shared(model)
+    assert f"attention of {model.config.num_hidden_layers} layers on whole rows, by eager (the dense reference)" in text
+    assert "all else shared (actor_rollout_ref.actor.zorro.use_split_attention=False)" in text
+
+
+@pytest.mark.parametrize("linear_attention", ["auto", "fork"])
+def test_layers_of_two_kinds(linear_attention):
+    model = tiny_models.build("qwen3_5", torch.float32)
+    install(model, "sdpa", linear_attention=linear_attention)
+    kinds = model.config.get_text_config().layer_types
+    full, linear = kinds.count("full_attention"), kinds.count("linear_attention")
+    assert linear > 0 < full
+    text = what_is_shared(model)
+    assert f"attention of {full} layers shared, by sdpa" in text
+    assert f"; linear attention of {linear} layers shared, by " in text
+    assert text.endswith(f"(linear_attention={linear_attention})")
+
+
+def counts():
+    """Two prompts of 1,000 and 100 tokens, 4 rows of each, responses of 10, in two epochs."""
+    result = ShareCounts()
+    result.calls = []
+    for _ in range(2):
+        call = ShareCounts()
+        work = SimpleNamespace(counted=610, executed=100)
+        call.add_micro_batch(4480, 1180, [1] * 4 + [2] * 4, [False] * 8, work)
+        result.calls += call.calls
+    result.tokens_total, result.tokens_packed, result.work_counted, result.work_executed = 8960, 2360, 610, 100
+    result.prompt_lens, result.shared = {1: 1000, 2: 100}, "Model: attention of 2 layers shared, by sdpa"
+    return result
+
+
+def test_the_line(caplog):
+    summary = Summary()
+    with caplog.at_level(logging.INFO, "zorro_verl"):
+        for update in ("update_actor", "update_critic"):
+            summary.give(counts(), 2, update)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == (
+        "strategy=zorro, first update_actor: 2 prompts in 8 rows, 2 epochs; 8,960 tokens of rows, 2,360 through the "
+        "model: 3.80 times fewer, of 3.80 that the batch allows. Predicted speed-up of update_actor: at most 6.10, by "
+        "its multiply-adds. Model: attention of 2 layers shared, by sdpa."
+    )

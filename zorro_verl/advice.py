@@ -1,0 +1,111 @@
+"""What a plan means, in words: why sharing doesn't pay, what the prediction leaves out, and what to set in veRL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from zorro_verl.planning import GB, MARGIN, Plan, Question
+
+PAYS = 1.1  # a speed-up below it is lost among other things
+FEW_GROUPS = 4  # on a rank
+_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "sequence_parallel": "--sequence-parallel {}",
+        "logits_optimization": "--logits-optimization {}",
+        "checkpointing": "--checkpointing",
+    }
+)
+
+
+def objections(plan: Plan) -> list[str]:
+    """Why sharing prompts doesn't pay here, a sentence each; none where it does."""
+    question, found = plan.question, []
+    if question.n == 1:
+        found.append("It doesn't pay: with n = 1 no two rows have a prompt in common.")
+    elif max(plan.speedup_of_whole_groups) < PAYS:
+        found.append(
+            f"It doesn't pay: a prompt of {question.prompt} tokens is short beside {question.n * question.response} of "
+            "its responses."
+        )
+    elif max(plan.speedup) < PAYS and question.groups_per_rank >= 1:
+        found.append("It doesn't pay: groups are cut so often that little is shared.")
+    if question.groups_per_rank < 1:
+        found.append(
+            f"It pays less than it could: {question.prompts} prompts a step are fewer than {question.ranks} "
+            "data-parallel ranks, so that groups are cut. Raise --prompts or --sequence-parallel."
+        )
+    if plan.no_memory is None and plan.largest is None:
+        found.append(_too_large(plan))
+    return found
+
+
+def cautions(plan: Plan) -> list[str]:
+    """What costs part of the saving, or may, a sentence each."""
+    question, found = plan.question, []
+    if not plan.holds_group and plan.largest is not None:
+        found.append(_cut(plan))
+    if question.n > 1 and 1 <= question.groups_per_rank < FEW_GROUPS:
+        found.append(
+            f"{question.groups_per_rank:g} groups on a rank are few: where lengths vary, all wait for the longest. "
+            "Raise --prompts."
+        )
+    if question.n > 1 and question.groups_per_rank > 1 and question.prompts % question.ranks:
+        found.append(
+            f"{question.prompts} prompts don't divide over {question.ranks} data-parallel ranks: some groups are cut."
+        )
+    return found
+
+
+def overrides(plan: Plan) -> list[str]:
+    """Settings for `verl.trainer.main_ppo`; without budgets where memory isn't predicted or nothing fits."""
+    question, actor = plan.question, "actor_rollout_ref.actor"
+    found = [f"{actor}.strategy=zorro", f"data.train_batch_size={question.prompts}"]
+    found += [f"actor_rollout_ref.rollout.n={question.n}", f"{actor}.use_dynamic_bsz=True"]
+    if plan.budgets is not None:
+        found += [
+            f"{actor}.ppo_max_token_len_per_gpu={plan.budgets.update}",
+            f"actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu={plan.budgets.log_prob}",
+            f"actor_rollout_ref.ref.log_prob_max_token_len_per_gpu={plan.budgets.log_prob}",
+        ]
+    if question.sequence_parallel > 1:
+        found.append(f"{actor}.ulysses_sequence_parallel_size={question.sequence_parallel}")
+    if question.logits_optimization == "memory":
+        found.append("actor_rollout_ref.model.use_fused_kernels=True")
+    elif question.logits_optimization == "compute":
+        found.append(f"{actor}.entropy_from_logits_with_chunking=True")
+    found.append(f"actor_rollout_ref.model.enable_gradient_checkpointing={question.checkpointing}")
+    if question.offload:
+        found += [f"{actor}.fsdp_config.{part}_offload=True" for part in ("param", "optimizer")]
+    return found
+
+
+def flags(question: Question, other: Question) -> str:
+    """What to add to the command that asked a question in order to ask another one."""
+    changes: dict[str, Any] = question.changes(other)
+    return " ".join(_FLAGS[name].format(value) for name, value in changes.items())
+
+
+def _cut(plan: Plan) -> str:
+    return (
+        f"A group doesn't fit a micro-batch: an update computes its prompt {plan.copies:.3g} times, and is "
+        f"{plan.speedup.update:.2f} instead of {plan.speedup_of_whole_groups.update:.2f} times faster. {_way_out(plan)}"
+    )
+
+
+def _too_large(plan: Plan) -> str:
+    question = plan.question
+    what = (
+        f"It doesn't fit: {sum(plan.shard) / GB:.1f} GB of state and gathered weights with a micro-batch of one row "
+        f"are more than {1 - MARGIN:.0%} of {question.hbm / GB:g} GB"
+    )
+    if plan.gpus_needed is None:
+        return f"{what}, on any number of GPUs. {_way_out(plan)}"
+    return f"{what}; {plan.gpus_needed} GPUs would hold it." + (f" {_way_out(plan)}" if plan.remedy else "")
+
+
+def _way_out(plan: Plan) -> str:
+    if plan.remedy is None:
+        return "No other setting holds a whole group: it takes more GPUs, fewer responses or shorter ones."
+    return f"Whole with {flags(plan.question, plan.remedy)}."
