@@ -48,7 +48,7 @@ docs: setup ## Build the site of docs/ into build/site; a broken link is an erro
 	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
 
 dist: setup ## Build the wheel and the sdist into dist/, and install and try both in empty environments
-	$(VENV_PYTHON) scripts/dist.py
+	$(VENV_PYTHON) scripts/dist.py $(ARGS)
 
 bench: setup ## Measure forward + backward against the plain model (ARGS="--check --json out.json")
 	$(VENV_PYTHON) scripts/bench_cpu.py $(ARGS)

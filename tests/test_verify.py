@@ -395,7 +395,7 @@ def test_what_runs_out_of_memory_is_no_difference(saved, monkeypatch):
     result = command(saved("qwen3"), "--dtype", "float32", *SMALL, WHOLE)
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
-    assert "could not be made (OutOfMemoryError: CUDA out of memory. Tried" in line
+    assert "it could not be done here (OutOfMemoryError: CUDA out of memory. Tried" in line
 
 
 def test_a_seam_that_ignores_temperature_is_not_equal(saved, monkeypatch):

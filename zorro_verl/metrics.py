@@ -73,7 +73,7 @@ class ShareCounts:
         pieces = Counter(zip(fingerprints, alone, strict=True))
         self.calls[-1] += tuple((fingerprint, rows, apart) for (fingerprint, apart), rows in pieces.items())
 
-    def to_metrics(self) -> dict[str, list]:
+    def to_metrics(self) -> dict[str, list[Any]]:
         """In the form that verl gathers over ranks and concatenates over mini-batches: every value a list."""
         return {
             _TOKENS_TOTAL: [self.tokens_total],
@@ -213,6 +213,6 @@ def skipped_step_metric(skipped: bool) -> dict[str, list[int]]:
     return {_SKIPPED: [int(skipped)]}
 
 
-def _flat(values: list) -> list:
+def _flat(values: list[Any]) -> list[Any]:
     """verl gathers a list per rank, and flattens them for training but not for inference."""
     return [item for value in values for item in (value if isinstance(value, list) else [value])]

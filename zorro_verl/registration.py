@@ -64,7 +64,7 @@ def _examine_entry_points(findings: Findings) -> list[EntryPoint]:
             f"plug-in: expected {OURS} {version}, which is imported from {zorro_verl.__path__[0]}, got the entry point "
             f"of {ours.version}, from {ours.locate_file('')}; pip uninstall {OURS}, until it is gone, then install one",
         )
-    if ours is not None and False:
+    if ours is not None and not any(each.value == PLUG_IN for each in found) and PLUG_IN not in _external_modules():
         findings.problem(
             "plug-in",
             f"plug-in: expected an entry point zorro = {PLUG_IN} in the group {GROUP}, got none with {OURS} "
