@@ -48,7 +48,7 @@ docs: setup ## Build the site of docs/ into build/site; a broken link is an erro
 	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
 
 dist: setup ## Build the wheel and the sdist into dist/, and install and try both in empty environments
-	$(VENV_PYTHON) scripts/dist.py $(ARGS)
+	$(VENV_PYTHON) scripts/build_dist.py $(ARGS)
 
 bench: setup ## Measure forward + backward against the plain model (ARGS="--check --json out.json")
 	$(VENV_PYTHON) scripts/bench_cpu.py $(ARGS)
@@ -56,7 +56,7 @@ bench: setup ## Measure forward + backward against the plain model (ARGS="--chec
 bench-gpu: ## Measure on a GPU with the Python that has torch and transformers (PYTHON=python3 ARGS="--quick")
 	"$(if $(filter command environment,$(firstword $(origin PYTHON))),$(PYTHON),python3)" scripts/bench_gpu.py $(ARGS)
 
-demo: setup ## Train with veRL's own trainer, shared prompts against stock (STEPS=30, BASELINE=0, DEMO_OUT=folder)
+demo: setup ## Train with veRL's own trainer, shared prompts against stock (STEPS=20, BASELINE=0, DEMO_OUT=folder)
 	$(VENV_PYTHON) scripts/demo/run.py $(ARGS)
 
 recipe: setup ## Run the tiny form of a recipe on this machine (RECIPE=recipes/grpo_qwen3_0.6b_gsm8k.sh STRATEGY=zorro STEPS=2)

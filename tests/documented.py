@@ -57,6 +57,12 @@ def blocks(*languages: str) -> Iterator[Block]:
                 yield Block(str(page.relative_to(ROOT)), line, match[2], match[3])
 
 
+def outputs(page: str) -> list[tuple[Block, Block]]:
+    """Of a page each bash block with the text block behind it, which shows what it prints."""
+    found = [block for block in blocks() if block.page == page]
+    return [(a, b) for a, b in zip(found, found[1:], strict=False) if (a.language, b.language) == ("bash", "text")]
+
+
 def commands() -> list[Command]:
     """All commands: of bash blocks, and of code spans outside of blocks."""
     found = [command for block in blocks("bash", "diff") for command in commands_of(block)]

@@ -12,10 +12,10 @@ import tiny_tokenizer
 import torch
 from typer.testing import CliRunner
 
-from zorro_verl.analysis import ROLLOUTS, Quantiles, collect_steps, foresee, summarize, tree_total
+from zorro_verl.analysis import ROLLOUTS, Quantiles, Setup, collect_steps, foresee, summarize, tree_total
 from zorro_verl.charts import chart_statistics, check_plot, save
 from zorro_verl.cli import app
-from zorro_verl.commands.analyze import record
+from zorro_verl.commands.analyze import _three_digits, record
 from zorro_verl.drawing import make_rows
 from zorro_verl.grouping import find_prompt_groups
 from zorro_verl.known_models import config_of
@@ -157,7 +157,7 @@ def test_rows_of_one_sample_that_differ():
     statistics = summary(found)
     assert (statistics.samples_differing, statistics.sample_overlap) == (2, 29 + 2)
     difference = statistics.difference
-    assert (difference.sample, difference.one, difference.other, difference.position) == ("a", "x:1", "x:3", 29)
+    assert (difference.sample, difference.one, difference.other, difference.position) == ("a", "x:1", "x:3", 30)
     assert list(difference.one_has) == list(range(18, 40))[:24]
     assert list(difference.other_has) == [*range(18, 30), 99, *range(31, 40)][:24]
     alike = summary([(1, "a", prompts[0], [5]), (2, "a", prompts[1], [5]), (1, None, [1], []), (1, None, [2], [])])
@@ -177,8 +177,8 @@ def test_predictions_are_sums_over_steps(config):
         (step, f"{step}-{p}", [p + 1] * (100 * step), [0] * 50) for step in (1, 2) for p in range(4) for _ in range(4)
     ]
     statistics = summary(found)
-    outlook = foresee(config, statistics, ranks=2)
-    assert (outlook.budget, outlook.ranks) == (200 + 4 * 50, 2)
+    outlook = foresee(config, statistics, Setup(ranks=2))
+    assert (outlook.setup.budget, outlook.setup.ranks) == (200 + 4 * 50, 2)
     assert [way.name for way in outlook.ways] == ["stock", "row_placed", "group_placed"]
     predictions = [predict(config, step.rows, ranks=2, budget=400) for step in statistics.steps]
     for forecast in outlook.ways:
@@ -202,7 +202,7 @@ def test_predictions_are_sums_over_steps(config):
 def test_characters_predict_nothing(config):
     statistics = summary([(1, None, [1], [2])], measure=Measure.CHARACTERS)
     with pytest.raises(ValueError, match="--model: expected lengths in tokens, got characters; --tokenizer"):
-        foresee(config, statistics, ranks=1)
+        foresee(config, statistics, Setup())
 
 
 # Pictures.
@@ -211,7 +211,7 @@ def test_characters_predict_nothing(config):
 def test_what_is_drawn(config):
     found = ragged_steps(3)
     statistics = summary(found)
-    outlook = foresee(config, statistics, ranks=2)
+    outlook = foresee(config, statistics, Setup(ranks=2))
     lengths, ratios, times = chart_statistics(statistics, outlook).axes[:3]
     assert (lengths.get_xlabel(), lengths.get_ylabel()) == ("length (tokens)", "how many")
     labels = [text.get_text() for text in lengths.get_legend().get_texts()]
@@ -234,7 +234,9 @@ def test_what_is_drawn(config):
     heights = [[bar.get_height() for bar in container.patches] for container in times.containers]
     assert heights == [[1 / way.log_prob_speedup, 1 / way.update_speedup] for way in outlook.ways]
     assert [label.get_text() for label in times.get_xticklabels()] == ["compute_log_prob", "update_actor"]
-    assert times.get_ylabel() == "time / time of stock"
+    assert (times.get_xlabel(), times.get_ylabel()) == ("on 2 data-parallel ranks", "time / time of stock")
+    said = "predicted time of the model's passes in a step, stock = 1, by floating-point work"
+    assert times.get_title().replace("\n", " ") == said
 
 
 def test_two_panels_without_a_model():
@@ -299,8 +301,8 @@ def test_the_tables(dump, tokenizer):
         "largest group: 39 packed tokens; ppo_max_token_len_per_gpu of at least this keeps it whole",
         "prefixes that prompts have in common beyond that: 34 tokens, 32.4% of the packed ones",
         "this package shares whole prompts only",
-        "1 sample(s) have rows with different prompts, which do not share.",
-        f"{dump}:3 and {dump}:4 are of one sample, and first differ at token 25: ",
+        "1 sample has rows with different prompts, which do not share.",
+        f"{dump}:3 and {dump}:4 are of one sample, and differ from token 26 on: ",
         "'sked at 10:31\\n' and 'sked at 10:32\\n'",
         "a date or a random id in the prompt's template",
         "Note: a dump's text is without special tokens, and is tokenized again",
@@ -323,23 +325,85 @@ def test_json_and_picture(dump, tokenizer, tmp_path):
     report = json.loads(result.stdout)
     assert (report["unit"], report["rows"], report["prompts"], report["packed"]) == ("tokens", 4, 3, 105)
     assert report["group_sizes"] == {"1": 2, "2": 1}
-    assert report["first_difference"] == {"sample": "1", "rows": [f"{dump}:3", f"{dump}:4"], "position": 25}
+    difference = {"sample": "1", "rows": [f"{dump}:3", f"{dump}:4"], "position_from_1": 26}
+    assert report["first_difference"] == difference
     assert [(step["step"], step["rows"], step["token_ratio"]) for step in report["steps"]] == [(4, 4, 132 / 105)]
     prediction = report["prediction"]
     assert (prediction["ranks"], prediction["ppo_max_token_len_per_gpu"]) == (2, 128)
     assert [way["name"] for way in prediction["ways"]] == ["stock", "row_placed", "group_placed"]
+    assert prediction["assumes"] == {
+        "dtype": "bfloat16",
+        "enable_gradient_checkpointing": True,
+        "logits_optimization": "none",
+        "ppo_mini_batch_size": None,
+        "ulysses_sequence_parallel_size": 1,
+    }
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
 
 
 def test_the_table_of_a_prediction(dump, tokenizer):
     asked = "--tokenizer", tokenizer, "--model", TINY, "--budget", 1000
     text = " ".join(command(dump, *asked).output.split())
-    assert "predicted on 1 data-parallel rank(s), ppo_max_token_len_per_gpu=1000" in text
+    assert "predicted on 1 data-parallel rank, ppo_max_token_len_per_gpu=1000" in text
+    assert "predicted on 2 data-parallel ranks, " in command(dump, *asked, "--dp", 2).output
+    assert "memory, GiB" in text
+    said = "gradient checkpointing, logits_optimization=none, one mini-batch a step, no sequence parallelism."
+    assert f"Assumed: bfloat16, {said}" in text
     (way,) = (way for way in json.loads(command(dump, *asked, "--json").stdout)["prediction"]["ways"][2:])
     told = f"zorro {way['log_prob_token_ratio']:.2f} / {way['update_token_ratio']:.2f} "
     told += f"{way['log_prob_speedup']:.2f} / {way['update_speedup']:.2f} "
-    told += f"{way['log_prob_memory'] / 2**20:.2f} / {way['update_memory'] / 2**20:.2f} 0"
+    told += f"{way['log_prob_memory'] / 2**30:.4f} / {way['update_memory'] / 2**30:.3f} 0"
     assert told in text, (told, text)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(1234.5, "1,234"), (100.2, "100"), (23.456, "23.5"), (1.5, "1.50"), (0.00123456, "0.00123")]
+)
+def test_three_digits(number, text):
+    assert _three_digits(number) == text
+
+
+def test_how_rows_are_trained_on(config):
+    """Mini-batches cut groups and logits cost memory: what is said to be assumed is what is computed."""
+    found = [(1, str(p), [p + 1] * 40, [0] * 9) for p in range(6) for _ in range(4)]
+    statistics = summary(found)
+    counts = [Setup(mini_batch=size).mini_batches(statistics.steps[0].rows) for size in (1, 4, 6, 9, None)]
+    assert counts == [6, 2, 1, 1, 1]
+    setup = Setup(ranks=4, budget=200, mini_batch=3, logits_optimization="memory")
+    way = foresee(config, statistics, setup).ways[-1]
+    options = {"ranks": 4, "budget": 200, "mini_batches": 2, "logits_optimization": "memory"}
+    predicted = predict(config, statistics.steps[0].rows, **options).group_placed
+    assert (way.update_memory, way.groups_cut) == (predicted.update.memory, predicted.update.groups_cut)
+    plain = foresee(config, statistics, Setup(ranks=4, budget=200)).ways[-1]
+    assert (way.update_memory, way.groups_cut) != (plain.update_memory, plain.groups_cut)
+    assert "logits_optimization=memory, ppo_mini_batch_size=3, " in str(setup)
+
+
+def test_the_command_hands_on_how_rows_are_trained_on(dump, tokenizer):
+    asked = "--tokenizer", tokenizer, "--model", TINY, "--mini-batch", 2, "--logits-optimization", "compute"
+    prediction = json.loads(command(dump, *asked, "--json").stdout)["prediction"]
+    assert (prediction["assumes"]["ppo_mini_batch_size"], prediction["assumes"]["logits_optimization"]) == (
+        2,
+        "compute",
+    )
+
+
+def test_padding_is_left_out_and_counted(dump, tokenizer):
+    """As veRL's V1 trainers write it: without a text."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    without = json.loads(command(dump, "--tokenizer", tokenizer, "--json").stdout)
+    records = [json.loads(line) for line in dump.read_text().splitlines()]
+    records += [{"input": "", "output": "", "uid": f"pad{'0a' * 16}_{n}_0"} for n in range(3)]
+    columns = ([record[name] for record in records] for name in ("input", "output", "uid"))
+    inputs, outputs, uids = columns
+    PPOTrainer._write_generations(inputs, outputs, [None] * 7, [1.0] * 7, {"uid": uids}, str(dump.parent), 4)
+    report = json.loads(command(dump, "--tokenizer", tokenizer, "--json").stdout)
+    assert report == without | {"padding_rows": 3}
+    text = " ".join(command(dump, "--tokenizer", tokenizer).output.split())
+    assert "Note: 3 rows are left out, which veRL added so that a step's rows divide: nobody sampled them." in text
+    dump.write_text(dump.read_text().splitlines()[-1])
+    assert command(dump).stderr == "zorro-verl analyze: FILE: expected at least one row, got none\n"
 
 
 def test_a_model_whose_memory_is_not_known(dump, tokenizer, tmp_path):
@@ -356,10 +420,19 @@ def test_a_model_whose_memory_is_not_known(dump, tokenizer, tmp_path):
             ("nowhere.jsonl",),
             "FILE: expected a dump of rollouts or a folder of them, got 'nowhere.jsonl': no such file",
         ),
-        (("{dump}", "--dp", "2"), "--dp, --budget: expected --model as well, for which they predict, got none"),
+        (("{dump}", "--dp", "2"), "--dp: expected --model as well, whose prediction it changes, got none"),
+        (("{dump}", "--dp", "2", "--mini-batch", "3"), "--dp, --mini-batch: expected --model as well"),
+        (("{dump}", "--logits-optimization", "memory"), "--logits-optimization: expected --model as well"),
+        (
+            ("{dump}", "--model", TINY, "--logits-optimization", "x"),
+            "--logits-optimization: expected none or compute or memory, got 'x'",
+        ),
+        (("{dump}", "--model", TINY, "--dp", "0"), "--dp: expected at least 1, got 0"),
+        (("{dump}", "--model", TINY, "--budget", "-5"), "--budget: expected at least 1, got -5"),
+        (("{dump}", "--model", TINY, "--mini-batch", "0"), "--mini-batch: expected at least 1, got 0"),
         (("{dump}", "--model", TINY), "--model: expected lengths in tokens, got characters; --tokenizer"),
         (("{dump}", "--model", "./nowhere"), "model: expected a checkpoint folder with a config.json"),
-        (("{dump}", "--tokenizer", "{dump}"), "--tokenizer: expected a folder with a tokenizer"),
+        (("{dump}", "--tokenizer", "{dump}"), "--tokenizer: expected one that can be read, got"),
         (("{dump}", "--prompt-column", "question"), "{dump}:1: expected a prompt in 'question', got the columns input"),
         (("{dump}", "--plot", "x.svg"), "--plot: expected a .png file"),
         (("{empty}",), "FILE: expected at least one row, got none"),

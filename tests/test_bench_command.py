@@ -163,8 +163,22 @@ def test_a_config_is_enough_with_random_weights(saved, tmp_path):
     folder = saved("qwen3")
     (tmp_path / "config.json").write_text((Path(folder) / "config.json").read_text())
     assert "--random-weights" in mistake(*QUICK, "--model", tmp_path)
-    code, report = report_of("--model", tmp_path, "--random-weights")
-    assert (code, report["weights"]) == (0, "random")
+    for name in (tmp_path, tmp_path / "config.json"):
+        code, report = report_of("--model", name, "--random-weights")
+        assert (code, report["weights"]) == (0, "random")
+
+
+def test_a_config_is_known_without_a_network(monkeypatch):
+    """Of the model itself; a hub without one is asked where weights are."""
+
+    def refuse(*arguments):
+        raise OSError("no network")
+
+    monkeypatch.setattr("zorro_verl.checkpoint.get_hf_file_metadata", refuse)
+    subject = Subject.of("Qwen3-32B", random_weights=True, layers=2)
+    assert (subject.name, subject.all_layers, subject.weights) == ("Qwen3-32B", 64, None)
+    assert (subject.config.num_hidden_layers, subject.config.hidden_size) == (2, 5120)
+    assert "on a hub that can be reached, got 'Qwen3-32B' (no network)" in mistake("--model", "Qwen3-32B")
 
 
 def test_the_peaks_of_both_sides_stand_beside_their_times(monkeypatch):
@@ -180,6 +194,17 @@ def test_the_threads_of_the_user_are_kept(monkeypatch):
     threads = torch.get_num_threads()
     assert report["hardware"].endswith(f"{threads} thread{'s' if threads > 1 else ''} used")
     assert not set_to
+
+
+def test_help_names_the_attention_that_there_is():
+    """The same in `verify`."""
+    from zorro_verl.options import ZorroOptions
+
+    for name in ("bench", "verify"):
+        output = " ".join(CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output.split())
+        assert "auto, eager, sdpa or flash_attention_2, _3 or _4." in output, name
+    with pytest.raises(ValueError, match="'auto', 'eager', 'sdpa', 'flash_attention_2', 'flash_attention_3', 'fl.*_4'"):
+        ZorroOptions(attn_implementation="none")
 
 
 # What differs.

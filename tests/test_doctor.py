@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import tiny_models
 from fresh_process import FOREIGN
+from rich.console import Console
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
@@ -71,6 +72,21 @@ def test_this_environment_is_whole():
     assert code == 0, output
     assert "can work here" in output.splitlines()[-1]
     assert "Problem" not in output
+
+
+def test_tables_fit_80_columns(monkeypatch, model_folder):
+    """Whole words in them: nothing is cut, and no name is broken over lines."""
+    narrow = lambda: Console(width=80, highlight=False)  # noqa: E731
+    monkeypatch.setattr("zorro_verl.commands.doctor.make_console", narrow)
+    code, output = command("--model", model_folder("qwen3_5_moe"))
+    assert code == 0, output
+    lines = [line for line in output.splitlines() if not line.startswith(("Note: ", "Problem: "))]
+    assert max(map(len, lines)) <= 80
+    assert "…" not in output
+    names = {fact["name"] for facts in report_of()[1]["facts"].values() for fact in facts}
+    assert names <= {line[2:].split("   ")[0] for line in lines}
+    for words in (">=5.5.3,!=5.6.0,<5.11", "zorro = zorro_verl.plugin (zorro-verl", "mixture of experts"):
+        assert words in output
 
 
 def test_json_says_it_all():
@@ -147,6 +163,29 @@ def test_a_hybrid_with_experts_and_a_vision_tower(model_folder):
     assert ["linear_num_value_heads", 4] in model["heads"]
     code, output = command("--model", folder)
     assert (code, output.count("Qwen3_5MoeForConditionalGeneration")) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-32B", "Qwen/Qwen3-32B"])
+def test_a_model_is_known_without_a_network(monkeypatch, name):
+    def refuse(*arguments: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("zorro_verl.checkpoint.get_hf_file_metadata", refuse)
+    code, report = report_of("--model", name)
+    assert code == 0, report
+    model = report["model"]
+    assert (model["name"], model["model_type"]) == (name, "qwen3")
+    assert [(layers["kind"], layers["count"]) for layers in model["layers"]] == [("full_attention", 64)]
+    assert model["sequence_parallel_sizes"] == [1, 2, 4, 8, 16, 32, 64]
+    code, output = command("--model", "Qwen/Qwen3-33B")
+    assert (code, output.count("\n")) == (2, 1), output
+    assert "no network); known without a network: Qwen3-0.6B" in output
+
+
+def test_a_config_of_its_own(model_folder):
+    name = f"{model_folder('qwen3')}/config.json"
+    code, report = report_of("--model", name)
+    assert (code, report["model"]["name"], report["model"]["model_type"]) == (0, name, "qwen3")
 
 
 def test_a_model_with_dropout_is_a_problem_with_the_key_that_mends_it(model_folder):
@@ -268,6 +307,21 @@ def test_nothing_is_installed(environment):
     ]
 
 
+def test_this_package_is_installed_without_verl(environment):
+    """What `pip install zorro-verl` gives: one command mends it all, and a model can be looked at."""
+    folder = environment(without=("verl", "ray", "transferqueue", "transfer_queue"))
+    finished = start_in(folder, "--model", "Qwen3-32B", COLUMNS="80")
+    assert finished.returncode == 1, finished.stderr
+    mend = "pip install 'zorro-verl[verl]'"
+    assert finished.stdout.splitlines()[-4:] == [
+        f"Problem: ray: expected to be installed, got none; {mend}",
+        f"Problem: verl: expected >=0.9.1,<0.10, got none; {mend}",
+        f"Problem: TransferQueue: expected >=0.1.10, got none; {mend}",
+        "3 problems.",
+    ]
+    assert "Qwen3-32B: qwen3, loaded by veRL as Qwen3ForCausalLM" in finished.stdout
+
+
 def test_help_needs_none_of_what_it_examines(environment):
     folder = environment(without=("torch", "transformers", "verl", "ray", "huggingface", "packaging"))
     finished = start_in(folder, "--help")
@@ -276,19 +330,22 @@ def test_help_needs_none_of_what_it_examines(environment):
     assert "--json" in finished.stdout
 
 
-def test_a_probe_that_fails_is_a_problem_and_the_others_go_on(monkeypatch):
+@pytest.mark.parametrize("place", range(len(doctor.PROBES)), ids=[probe.about for probe in doctor.PROBES])
+def test_a_probe_that_fails_is_a_problem_with_its_mend_and_the_others_go_on(monkeypatch, place):
     def fail(findings: Findings) -> None:
         raise OSError("libcudart.so.12: cannot open\nshared object file")
 
-    monkeypatch.setattr(doctor, "PROBES", (("kernels", fail), ("Python", doctor.examine_python)))
+    failing = doctor.PROBES[place]._replace(run=fail)
+    monkeypatch.setattr(doctor, "PROBES", (failing, doctor.Probe("another", doctor.examine_python)))
     code, report = report_of()
     assert code == 1
-    assert report["problems"] == [
-        {
-            "about": "kernels",
-            "line": "kernels: expected to be examined, got OSError: libcudart.so.12: cannot open; install it anew",
-        }
-    ]
+    of_torch = failing.about in ("devices", "kernels", "attention")
+    mend = "install a torch that is built for this machine" if of_torch else "pip install --force-reinstall 'zorro-verl"
+    [problem] = report["problems"]
+    assert problem["about"] == failing.about
+    assert problem["line"].startswith(
+        f"{failing.about}: expected to be examined, got OSError: libcudart.so.12: cannot open; {mend}"
+    )
     assert [fact["name"] for fact in report["facts"]["packages"]] == ["Python"]
 
 

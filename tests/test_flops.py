@@ -41,21 +41,23 @@ def test_groups_add_up():
 def test_work_of_rows():
     """One layer's numbers twice: 864 per token, 32 per pair, 400 per response token, over a shared prompt of 3."""
     model = ModelWork.of(SimpleNamespace(**SIZES))
-    assert model.of_groups([(3, [1, 3])]) == Work(864 * 10 + 32 * 31 + 400 * 4, 864 * 7 + 32 * 25 + 400 * 4)
+    head, prompt_head = 400 * 4, 400 * 6
+    expected = Work(864 * 10 + 32 * 31 + head, 864 * 7 + 32 * 25 + head, head, prompt_head)
+    assert model.of_groups([(3, [1, 3])]) == expected
     assert model.of_groups([(3, [1, 3]), (2, [5])]).executed == 864 * 14 + 32 * (25 + 28) + 400 * 9
-    assert model.of_groups([]) == Work(0, 0)
+    assert model.of_groups([]) == Work(0, 0, 0, 0)
 
 
 def test_work_with_attention_on_the_rows_as_they_were():
     """Of the second row's prompt its linear layers are saved, its 6 pairs are not."""
     work = ModelWork.of(SimpleNamespace(**SIZES)).of_groups([(3, [1, 3])], share_attention=False)
-    assert work == Work(864 * 10 + 32 * 31 + 400 * 4, 864 * 7 + 32 * 31 + 400 * 4)
+    assert work[:2] == (864 * 10 + 32 * 31 + 400 * 4, 864 * 7 + 32 * 31 + 400 * 4)
 
 
 def test_work_of_a_value_model():
     """A head with one output."""
     work = ModelWork.of(SimpleNamespace(**SIZES | {"vocab_size": None}), head_features=1).of_groups([(3, [1, 3])])
-    assert work == Work(864 * 10 + 32 * 31 + 8 * 4, 864 * 7 + 32 * 25 + 8 * 4)
+    assert work == Work(864 * 10 + 32 * 31 + 8 * 4, 864 * 7 + 32 * 25 + 8 * 4, 8 * 4, 8 * 6)
 
 
 def test_nothing_shared():

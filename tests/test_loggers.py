@@ -2,29 +2,23 @@
 
 import json
 import struct
-from types import SimpleNamespace
 
 import numpy
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_throughput import documented_metrics, legacy_module, v1_module, v1_step
+from test_throughput import documented_metrics
+from test_updates import WHOLE, config, legacy_step, trainer_of
 from tiny_run import logged_steps
-
-from zorro_verl.throughput import wrap_throughput
-from zorro_verl.trainer import wrap_legacy_trainer, wrap_ppo_trainer
 
 pytestmark = pytest.mark.timeout(120)
 
 
 def steps():
-    """Two steps with every documented metric, as the wraps of both trainers make them, and no two values alike."""
-    module, legacy = v1_module(), legacy_module()
-    wrap_ppo_trainer(module)
-    wrap_legacy_trainer(legacy)
-    wrap_throughput(legacy)
-    batch = SimpleNamespace(meta_info={})
-    legacy.RayPPOTrainer()._compute_old_log_prob(batch)
-    step = v1_step(module.PPOTrainer()) | legacy.compute_throughout_metrics(batch, {}, 1)
+    """Two steps of verl's trainer with every documented metric, and no two values alike."""
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.utils.metric import reduce_metrics
+
+    step = reduce_metrics(legacy_step(trainer_of(RayPPOTrainer, config(), WHOLE), scoring=True))
     assert set(documented_metrics()) == {name for name in step if name.startswith("zorro/")}
     ours = {name: value + 1 / (3 + i) for i, (name, value) in enumerate(step.items())}
     return [step | ours, {name: 7 * value for name, value in ours.items()}]

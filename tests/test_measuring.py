@@ -42,10 +42,13 @@ def test_the_median_of_each_clock_is_taken():
     assert time_interleaved([lambda: None], Effort(3), watch=lambda _: next(times)) == [Timing(2, 2)]
 
 
-def test_one_that_had_to_wait_for_its_core_is_enough_to_count_cpu_time():
+def test_one_that_had_to_wait_for_its_core_is_enough_to_count_cpu_time(monkeypatch):
     quiet, waited = Timing(1.0, 1.0), Timing(1.2, 1.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert clock_for([quiet, quiet]) == "wall"
     assert clock_for([quiet, waited]) == "cpu"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # whose CPU time has both in it, and their spinning
+    assert clock_for([quiet, waited]) == "wall"
     assert (waited.by("wall"), waited.by("cpu")) == (1.2, 1.0)
 
 

@@ -39,10 +39,14 @@ MID = TINY | {
 }
 # Heads as wide as two hidden states, no grouped queries, and a narrow MLP: attention's backward is the largest moment.
 WIDE = TINY | {"head_dim": 32, "num_key_value_heads": 4, "intermediate_size": 64}
+GROUPED_WIDE = TINY | {"hidden_size": 32, "intermediate_size": 16, "head_dim": 64}
+ONE_KEY = GROUPED_WIDE | {"num_key_value_heads": 1}
 EXPERTS = MID | {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "vocab_size": 512}
 EXPERTS |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
 SHARED = [(160, [40] * 4)] * 2  # 640 packed tokens, 320 of them responses'
 SHARED_MORE = [(320, [20] * 16)]  # as many
+# So many that the scratch of torch's attention, in 16 bits 0.8 MB for any number of tokens, is small beside them.
+LONGER = [(4000, [5] * 4)]
 LONG_PROMPT, LONG_RESPONSES = [(600, [10] * 4)], [(20, [155] * 4)]
 
 
@@ -148,6 +152,8 @@ CASES = {
     "tiny": (TINY, SHARED, {"checkpointing": False}),
     "tiny-checkpointing": (TINY, SHARED, {"checkpointing": True}),
     "wide-heads": (WIDE, SHARED, {"checkpointing": True}),
+    "wide-queries": (ONE_KEY, LONGER, {"checkpointing": True}),
+    "wide-queries-bfloat16": (ONE_KEY, LONGER, {"checkpointing": True, "dtype": "bfloat16"}),
     "experts": (EXPERTS, SHARED, {"checkpointing": False, "model_type": "qwen3_moe"}),
     "experts-checkpointing": (EXPERTS, SHARED, {"checkpointing": True, "model_type": "qwen3_moe"}),
     "experts-wide": (
@@ -181,14 +187,15 @@ def test_the_peak_is_as_predicted(case, monkeypatch):
 
 # Long prompts, where a layer is the largest moment, and long responses, where the head is.
 SCORED = [(1200, [5] * 4)]
-GROUPED_WIDE = TINY | {"hidden_size": 32, "intermediate_size": 16, "head_dim": 64}
 SCORING = {
     "mlp": (MID, SCORED, {}),
     "mlp-bfloat16": (MID, SCORED, {"dtype": "bfloat16"}),
     "llama": (MID, SCORED, {"model_type": "llama"}),
     "keys": (WIDE, SCORED, {}),  # as wide as queries
-    "queries": (GROUPED_WIDE | {"num_key_value_heads": 1}, SCORED, {}),
-    "query-norm": (GROUPED_WIDE | {"num_key_value_heads": 1}, SCORED, {"dtype": "bfloat16"}),
+    "keys-bfloat16": (WIDE, LONGER, {"dtype": "bfloat16"}),
+    "keys-bfloat16-llama": (WIDE, LONGER, {"dtype": "bfloat16", "model_type": "llama"}),
+    "queries": (ONE_KEY, SCORED, {}),
+    "query-norm": (ONE_KEY, SCORED, {"dtype": "bfloat16"}),
     "experts": (EXPERTS, SCORED, {"model_type": "qwen3_moe"}),
     "experts-wide": (EXPERTS | {"moe_intermediate_size": 256}, SCORED, {"model_type": "qwen3_moe"}),
     "experts-few": (EXPERTS | {"num_experts_per_tok": 2}, SCORED, {"model_type": "qwen3_moe", "dtype": "bfloat16"}),

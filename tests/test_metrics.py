@@ -4,6 +4,7 @@ from itertools import chain
 
 import pytest
 
+from zorro_verl.estimate import PassCosts
 from zorro_verl.flops import Work
 from zorro_verl.metrics import FALLBACK_REASONS, ShareCounts, skipped_step_metric
 
@@ -20,13 +21,16 @@ NAMES = {
 
 
 def counts_of(*micro_batches):
-    """Counts of micro-batches given as ``{prompt: rows}``: prompts of 10 tokens, responses of 2, 7 and 3 of work."""
+    """Counts of micro-batches given as ``{prompt: rows}``: prompts of 10 tokens, responses of 2, 7 and 3 of work.
+
+    The head takes 1 of the 3, and 5 on a prompt.
+    """
     counts = ShareCounts()
     for groups in micro_batches:
         rows = sum(groups.values())
         fingerprints = [prompt for prompt, n in groups.items() for _ in range(n)]
         counts.prompt_lens |= dict.fromkeys(groups, 10)
-        work = Work(10 * rows, 7 * len(groups) + 3 * rows)
+        work = Work(10 * rows, 7 * len(groups) + 3 * rows, rows, 5 * rows)
         counts.add_micro_batch(12 * rows, 10 * len(groups) + 2 * rows, fingerprints, [False] * rows, work)
     return counts
 
@@ -107,7 +111,7 @@ def test_nothing_is_lost_where_no_group_is_cut():
 def test_rows_with_media_could_be_shared_at_best():
     """Three rows of "a" left alone beside two that share, and two of "b" alone."""
     counts = ShareCounts()
-    counts.add_micro_batch(84, 64, "aaaaabb", [True] * 3 + [False] * 2 + [True] * 2, Work(0, 0))
+    counts.add_micro_batch(84, 64, "aaaaabb", [True] * 3 + [False] * 2 + [True] * 2, Work(0, 0, 0, 0))
     counts.prompt_lens = {"a": 10, "b": 10}
     assert counts.repeats(1) == (0, 0, 40)
     assert counts.token_ratio_best(1) == 84 / (64 - 40)
@@ -156,8 +160,8 @@ def test_a_group_cut_over_micro_batches_and_ranks_is_one_group():
 def test_rows_with_media_count_where_they_could_have_been_shared():
     """Rows of prompt "a" stay alone on two ranks, beside one of it without media; "b" has one row, "c" is cut."""
     counts = [ShareCounts() for _ in range(2)]
-    counts[0].add_micro_batch(60, 50, "aaabc", [True, True, False, True, False], Work(60, 50))
-    counts[1].add_micro_batch(36, 34, "acc", [True, False, False], Work(36, 34))
+    counts[0].add_micro_batch(60, 50, "aaabc", [True, True, False, True, False], Work(60, 50, 0, 0))
+    counts[1].add_micro_batch(36, 34, "acc", [True, False, False], Work(36, 34, 0, 0))
     step = ShareCounts.pop_from(trained([counts])).step_metrics(epochs=1)
     assert step["zorro/fallback/multimodal"] == 3
     assert step["zorro/fallback/group_cut"] == 1
@@ -200,10 +204,18 @@ def test_utilisation_of_what_was_executed():
     assert ShareCounts().executed_mfu(0.4) == 0
 
 
+def test_the_speed_up_weighs_layers_and_head_by_what_a_pass_costs():
+    """Of 8 rows of 3 prompts, as they arrive from two ranks: the stock head runs on prompts, too."""
+    counts = ShareCounts.pop_from(trained([[counts_of({"a": 4}), counts_of({"b": 2, "c": 2})]]))
+    assert counts.speed_up(PassCosts(1, 1)) == 8 * (9 + 6) / (3 * 7 + 8 * 3)
+    assert counts.speed_up(PassCosts(4, 3)) == 8 * (4 * 9 + 3 * 6) / (4 * (3 * 7 + 8 * 2) + 3 * 8)
+    assert ShareCounts().speed_up(PassCosts(4, 3)) == 0
+
+
 def test_work_of_large_models_is_added_exactly():
     """A 70B model on a million tokens is past what a float holds to the last digit, and so is its sum."""
     counts = ShareCounts()
-    for work in (Work(10**17 + 1, 10**16 + 1), Work(1, 1)):
+    for work in (Work(10**17 + 1, 10**16 + 1, 0, 0), Work(1, 1, 0, 0)):
         counts.add_micro_batch(2, 2, "a", [False], work)
     total = ShareCounts.pop_from(trained([[counts, counts]]))
     assert (total.work_counted, total.work_executed) == (2 * 10**17 + 4, 2 * 10**16 + 4)

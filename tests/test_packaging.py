@@ -12,7 +12,7 @@ from email.parser import Parser
 from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
 
-import dist
+import build_dist
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -34,7 +34,7 @@ def source(tmp_path_factory) -> Path:
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for entry in ("zorro_verl", "configs", "tests", "scripts", "docs"):
         shutil.copytree(ROOT / entry, source / entry, ignore=skip)
-    for entry in ("pyproject.toml", "MANIFEST.in", *dist.IN_SDIST):
+    for entry in ("pyproject.toml", "MANIFEST.in", *build_dist.IN_SDIST):
         shutil.copy(ROOT / entry, source)
     return source
 
@@ -42,7 +42,7 @@ def source(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def built(source, tmp_path_factory) -> tuple[Path, Path]:
     """The wheel and the sdist, built offline; the wheel from the sdist."""
-    return dist.build(source, tmp_path_factory.mktemp("built"))
+    return build_dist.build(source, tmp_path_factory.mktemp("built"))
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +87,10 @@ def test_the_wheel_holds_the_package_and_its_configs_and_nothing_else(wheel):
 
 def test_the_sdist_builds_the_same_wheel_as_the_repository(source, built, tmp_path):
     wheel, sdist = built
-    dist.check_sdist(sdist, source)
-    again, none = dist.build(source, tmp_path, "--wheel")
+    build_dist.check_sdist(sdist, source)
+    again, none = build_dist.build(source, tmp_path, "--wheel")
     assert none is None
-    assert dist.contents(wheel) == dist.contents(again)
+    assert build_dist.contents(wheel) == build_dist.contents(again)
 
 
 def test_the_sdist_holds_what_a_reader_wants_and_no_tests(built):
@@ -106,11 +106,11 @@ def test_what_is_lacking_or_too_much_in_a_build_is_named(source, built, tmp_path
     shutil.copytree(source, tmp_path / "more")
     (tmp_path / "more" / "zorro_verl" / "forgotten.py").touch()
     (tmp_path / "more" / "zorro_verl" / "cells.py").unlink()
-    with pytest.raises(dist.DistError, match=r"\.whl: it lacks zorro_verl/forgotten\.py$"):
-        dist.check_wheel(wheel, tmp_path / "more")
+    with pytest.raises(build_dist.DistError, match=r"\.whl: it lacks zorro_verl/forgotten\.py$"):
+        build_dist.check_wheel(wheel, tmp_path / "more")
     (tmp_path / "more" / "zorro_verl" / "forgotten.py").unlink()
-    with pytest.raises(dist.DistError, match=r"\.tar\.gz: it should not have zorro_verl/cells\.py$"):
-        dist.check_sdist(sdist, tmp_path / "more")
+    with pytest.raises(build_dist.DistError, match=r"\.tar\.gz: it should not have zorro_verl/cells\.py$"):
+        build_dist.check_sdist(sdist, tmp_path / "more")
 
 
 def closure(*names: str) -> set[str]:
@@ -147,7 +147,7 @@ def test_it_installs_and_runs_in_an_empty_environment(wheel, empty_environment):
     """The wheel comes from the sdist. `make dist` lets pip install both, with what it fetches from the index."""
     python = empty_environment / "bin" / "python"
     run(*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=empty_environment)
-    dist.check_installed(python)
+    build_dist.check_installed(python)
 
 
 def test_name_licence_and_python(metadata):

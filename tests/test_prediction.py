@@ -6,16 +6,19 @@ import random
 import pytest
 import torch
 from tiny import flat_rows, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from zorro_verl.batching import place_groups
-from zorro_verl.estimate import Batch, pass_seconds
 from zorro_verl.flops import ModelWork
+from zorro_verl.heads import SharedPrompt
 from zorro_verl.known_models import config_of
 from zorro_verl.media import Media
 from zorro_verl.memory import activation_memory, scoring_memory
 from zorro_verl.micro_batches import MicroBatches
-from zorro_verl.prediction import RowLengths, predict
+from zorro_verl.models import install
+from zorro_verl.packing import build_plan
+from zorro_verl.prediction import RowLengths, Speed, predict
 
 CONFIG = tiny_model("qwen3").config
 MODEL = ModelWork.of(CONFIG)
@@ -206,16 +209,61 @@ def test_fillers_are_no_groups_of_the_user():
     assert (padded.prompts, padded.groups_cut) == (4, 0)
 
 
+def test_rows_that_are_alike():
+    rows = RowLengths.alike(prompts=256, n=8, prompt_tokens=4096, response_tokens=512)
+    assert rows.token_ratio == pytest.approx(4.5)
+    assert rows.packed == 256 * (4096 + 8 * 512)
+
+
 @pytest.mark.parametrize("shared", [True, False])
-def test_seconds_are_those_of_estimates(shared):
-    """Whole groups of one length on every rank, rows spread over two GPUs each."""
-    config, batch = config_of("Qwen3-0.6B"), Batch(8, 4, 300, 50)
-    rows = RowLengths.alike(8, 4, 300, 50)
-    found = predict(config, rows, ranks=4, budget=1000, sequence_parallel=2, ask_verl=False)
-    way = found.group_placed if shared else found.stock
-    seconds = [found.seconds(one, 1e12, 0.4) for one in way]
-    assert seconds == pytest.approx(pass_seconds(config, batch, 8, peak_flops=1e12, utilisation=0.4, shared=shared))
-    assert rows.token_ratio == batch.token_ratio
+def test_seconds_are_the_operations_of_a_real_forward(shared):
+    """At one operation a second. Attention is counted by hand: the counter takes whole squares for causal ones."""
+    model = tiny_model("qwen3", torch.float32, vocab_size=200)
+    lengths = RowLengths.alike(2, 4, 24, 6)
+    g = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, 200, (24,), generator=g) for _ in range(2)]
+    rows = [(p, torch.randint(1, 200, (6,), generator=g)) for p in prompts for _ in range(4)]
+    found = predict(model.config, lengths, ranks=1, budget=1000)
+    way, speed = found.group_placed if shared else found.stock, Speed(1e-12, 1.0)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        if shared:
+            install(model, "sdpa")
+            flat = flat_rows(rows)
+            plan = build_plan(flat)
+            kept = SharedPrompt(plan, flat.tokens[plan.label_index], 1.0, False, "none")
+            inputs = {"input_ids": plan.pack(flat.tokens)[None], "position_ids": plan.pack(flat.position_ids)[None]}
+            model(**inputs, use_cache=False, zorro=kept)
+        else:
+            for prompt, response in rows:
+                model(torch.cat([prompt, response])[None])  # as verl's engine, whose head runs on every token
+    linear = counter.get_flop_counts()["Global"][torch.ops.aten.mm]  # not bmm, which rotary embeddings take
+    work = ModelWork.of(model.config)
+    attention, plain = (w.of_groups([(24, [6] * 4)] * 2) for w in (work, work._replace(per_pair=0)))
+    pick = (lambda w: w.executed) if shared else (lambda w: w.counted)
+    forward = found.seconds(way.log_prob, speed)
+    assert linear == pytest.approx(forward - 2 * (pick(attention) - pick(plain)))
+    head = 2 * work.head * 2 * 4 * (6 if shared else 30)
+    assert found.seconds(way.update, speed) == pytest.approx(4 * forward - head), "checkpointing repeats the layers"
+
+
+def test_more_gpus_and_a_lower_utilisation():
+    """Rows of as many ranks on twice the GPUs, half as much of their peak, and whole groups on four ranks."""
+    rows = RowLengths.alike(8, 4, 100, 10)
+    one = predict(CONFIG, rows, ranks=1, budget=1000)
+    wide = predict(CONFIG, rows, ranks=1, budget=1000, sequence_parallel=2)
+    four = predict(CONFIG, rows, ranks=4, budget=1000)
+    for call in ("log_prob", "update"):
+        seconds = one.seconds(getattr(one.stock, call), Speed(100, 0.5))
+        assert seconds == pytest.approx(2 * getattr(one.stock, call).work / 50e12)
+        assert wide.seconds(getattr(wide.stock, call), Speed(100, 0.5)) == pytest.approx(seconds / 2)
+        assert four.seconds(getattr(four.stock, call), Speed(100, 0.5)) == pytest.approx(seconds / 4)
+        assert one.seconds(getattr(one.stock, call), Speed(100, 0.25)) == pytest.approx(seconds * 2)
+
+
+@pytest.mark.parametrize("numbers", [(0, 0.4), (float("nan"), 0.4), (float("inf"), 0.4), (989, 0), (989, 1.5)])
+def test_a_speed_that_cannot_be(numbers):
+    with pytest.raises(ValueError, match="peak_tflops, utilisation: expected a number above 0 and a share"):
+        Speed(*numbers)
 
 
 def test_memory_is_of_the_largest_micro_batch():

@@ -23,7 +23,7 @@ def counts_of(*calls, over_budget=0, alone=()):
             rows = [name for name, n in groups.items() for _ in range(n)]
             apart = [name in alone for name in rows]
             packed = PROMPT * (len(set(groups) - set(alone)) + sum(apart)) + RESPONSE * len(rows)
-            counts.add_micro_batch((PROMPT + RESPONSE) * len(rows), packed, rows, apart, Work(0, 0))
+            counts.add_micro_batch((PROMPT + RESPONSE) * len(rows), packed, rows, apart, Work(0, 0, 0, 0))
         total.tokens_total += counts.tokens_total
         total.tokens_packed += counts.tokens_packed
         total.calls += counts.calls
@@ -34,7 +34,7 @@ def counts_of(*calls, over_budget=0, alone=()):
 
 def update(mini_batch_size=4, rollouts=4, ranks=2, placed=True):
     key = "actor_rollout_ref.actor"
-    return Update("update_actor", key, "ppo_max_token_len_per_gpu", mini_batch_size, rollouts, ranks, placed)
+    return Update("update_actor", key, f"{key}.ppo_max_token_len_per_gpu", mini_batch_size, rollouts, ranks, placed)
 
 
 def said(caplog, counts, how, epochs=1):
@@ -75,7 +75,8 @@ def test_groups_of_sizes_that_fill_no_mini_batch(caplog):
 def test_another_rank_that_needs_more_micro_batches(caplog):
     counts = counts_of([{"a": 2}, {"a": 2}], [{"b": 2}, {"b": 2}])
     (text,) = said(caplog, counts, update())
-    assert "Raise ppo_max_token_len_per_gpu if memory allows, or actor_rollout_ref.actor.ppo_mini_batch_size." in text
+    assert "Raise actor_rollout_ref.actor.ppo_max_token_len_per_gpu if memory allows, or" in text
+    assert "or actor_rollout_ref.actor.ppo_mini_batch_size." in text
 
 
 def test_a_budget_below_a_group_is_left_to_the_engine(caplog):
@@ -97,7 +98,7 @@ def test_the_larger_cause_is_named(caplog):
     assert "balance_batch" in text, "two repeats by placement, one by micro-batches"
     counts = counts_of([{"a": 1}, {"a": 1}, {"a": 1}], [{"a": 1}])
     (text,) = said(caplog, counts, update(placed=False))
-    assert "Raise ppo_max_token_len_per_gpu" in text, "one and two"
+    assert "Raise actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in text, "one and two"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_a_group_that_is_seen_again_in_each_epoch_is_not_cut(caplog, epochs):
 def test_the_bound(caplog):
     """Just above it nothing is said: 1,000 tokens could be 800."""
     counts = ShareCounts()
-    counts.add_micro_batch(1000, 1000, "aab", [True, True, False], Work(0, 0))
+    counts.add_micro_batch(1000, 1000, "aab", [True, True, False], Work(0, 0, 0, 0))
     counts.prompt_lens = {"a": 200, "b": 1}
     assert counts.token_ratio == 1 == FAR_BELOW * counts.token_ratio_best(1)
     assert said(caplog, counts, update()) == []
@@ -168,3 +169,17 @@ def test_prompts_that_differ_for_a_reason(caplog):
     assert said_of_prompts(caplog, prompts, ["x", *[None] * 7]) == []
     assert said_of_prompts(caplog, [drawn(7)] * 7 + [drawn(8)], ["x"] * 8, responses=400) == []
     assert said_of_prompts(caplog, [drawn(7)] * 8, ["x"] * 4 + ["y"] * 4) == []
+
+
+@pytest.mark.parametrize("prompts_first", [True, False])
+def test_prompts_and_updates_are_told_of_apart(caplog, prompts_first):
+    rows, warning = rows_of([drawn(100 + i) for i in range(8)]), RatioWarning()
+    groups = find_prompt_groups(rows).tolist()
+    for prompts in (prompts_first, not prompts_first) * 2:
+        if prompts:
+            warning.check_prompts(rows, groups, 20, ["x"] * 8)
+        else:
+            warning.check(counts_of(*TORN), 1, lambda: update(placed=False))
+    of_prompts, of_update = caplog.records if prompts_first else reversed(caplog.records)
+    assert of_prompts.getMessage().startswith("prompts: this batch allows")
+    assert of_update.getMessage().startswith("update_actor: the token ratio is")

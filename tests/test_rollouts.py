@@ -1,13 +1,14 @@
 """Dumped rollouts as rows: what veRL writes, parquet in all its forms, and one line for what can't be read."""
 
+import io
 import json
 import sys
+import uuid
 from array import array
 from itertools import islice
 from pathlib import Path
 
 import httpx
-import huggingface_hub
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -15,15 +16,16 @@ import pytest
 import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from zorro_verl import checkpoint
 from zorro_verl.rollouts import (
     Columns,
     Measure,
+    Padding,
     Step,
     find_files,
     load_tokenizer,
     read_rows,
     rows_of_step,
-    sample_of,
 )
 
 CHAT = [{"role": "user", "content": "2+3?"}]
@@ -90,20 +92,16 @@ def test_a_folder_of_dumps_that_verl_writes(tmp_path, write, samples):
     assert [row.where for row in rows[:4]] == [f"{files[0]}:{n}" for n in (1, 2, 3)] + [f"{files[1]}:1"]
 
 
-@pytest.mark.parametrize(
-    ("uid", "sample"),
-    [
-        ("1893-3a_0_0", "1893-3a"),
-        ("1893-3a_7_0", "1893-3a"),
-        ("a_b_7_0", "a_b"),
-        ("1893-3a_7_1", None),  # goes on from the rollout's own first turn
-        ("plain", "plain"),
-        (17, "17"),
-        (None, None),
-    ],
-)
-def test_samples(uid, sample):
-    assert sample_of(uid) == sample
+def test_padding_is_no_rollout(tmp_path):
+    """veRL's V1 trainers add rows until a count divides, and dump them without a text."""
+    uids = ["a_0_0", f"pad{uuid.uuid4().hex}_0_0", "a_1_0", f"pad{uuid.uuid4().hex}_11_0"]
+    write_by_v1(tmp_path, 3, ["p", "", "p", ""], ["1", "", "22", ""], uids)
+    step = Step(str(tmp_path / "3.jsonl"), 3)
+    for tokenizer in (None, tiny_tokenizer.build()):
+        rows = list(read_rows(find_files([tmp_path]), tokenizer=tokenizer))
+        assert (rows[1], rows[3]) == (Padding(step), Padding(step))
+        assert [row.where for row in (rows[0], rows[2])] == [f"{step.file}:1", f"{step.file}:3"]
+        assert list(rows_of_step(rows, 3)) == [rows[0], rows[2]]
 
 
 def test_steps(dump):
@@ -327,18 +325,37 @@ def test_tokenizers(tmp_path):
     tiny_tokenizer.build().save_pretrained(tmp_path / "folder")
     loaded = load_tokenizer(str(tmp_path / "folder"))
     assert ids("ab", loaded) == ids("ab", tiny_tokenizer.build())
-    with pytest.raises(ValueError, match="--tokenizer: expected a folder with a tokenizer, or a name on a hub"):
+    with pytest.raises(ValueError, match="--tokenizer: expected one that can be read, got "):
         load_tokenizer(str(tmp_path))
     (tmp_path / "folder" / "tokenizer.json").write_text('{"model": 3}')
-    with pytest.raises(ValueError, match=r"--tokenizer: expected a folder with a tokenizer, .*, got '.*folder' \(.+\)"):
+    with pytest.raises(ValueError, match=r"--tokenizer: expected one that can be read, got '.*folder' \(.+\)"):
         load_tokenizer(str(tmp_path / "folder"))
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path, monkeypatch):
+    """Nor is it asked for: whoever answers yes would have it run."""
+    ran = tmp_path / "ran"
+    tiny_tokenizer.build().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        f"Path({str(ran)!r}).touch()\n"
+        "class Own(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    with pytest.raises(ValueError, match="--tokenizer: expected one that can be read, got .* custom code"):
+        load_tokenizer(str(tmp_path))
+    assert (ran.exists(), sys.stdin.read()) == (False, "y\n")
 
 
 def test_a_hub_that_is_away(monkeypatch):
     def unreachable(url):
         raise httpx.ConnectError(f"no route to {url}")
 
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(checkpoint, "get_hf_file_metadata", unreachable)
     with pytest.raises(
         ValueError, match=r"--tokenizer: .*, got 'nobody/nothing' \(no route to .*tokenizer_config.json"
     ):

@@ -267,6 +267,24 @@ def test_rows_of_a_step(dumps):
     assert shown(dumps / "11.jsonl", "--rows", "4:")["rows"] == 2
 
 
+def test_no_more_is_read_than_is_drawn(dumps):
+    """Neither the files after it nor what stands behind its rows."""
+    (dumps / "12.jsonl").mkdir()
+    file = dumps / "3.jsonl"
+    file.write_text(file.read_text() * 50 + "{broken\n")
+    assert shown(dumps)["rows"] == 16
+    assert shown(dumps, "--step", 11)["rows"] == 6
+    assert "3.jsonl:301: expected JSON" in command(dumps, "--rows", "290:").stderr
+
+
+def test_padding_is_not_drawn(dumps):
+    file = dumps / "3.jsonl"
+    padding = json.dumps({"input": "", "output": "", "uid": f"pad{'0' * 32}_0_0", "step": 3})
+    file.write_text(f"{padding}\n{file.read_text()}{padding}\n")
+    whole = shown(file)
+    assert (whole["rows"], whole["segments"][0]["end"]) == (6, len("step 3, prompt a"))
+
+
 def test_tokens_of_a_dump(dumps, tmp_path):
     tiny_tokenizer.build().save_pretrained(tmp_path / "tokenizer")
     result = command(dumps / "3.jsonl", "--tokenizer", tmp_path / "tokenizer")
@@ -286,6 +304,15 @@ def test_tokens_of_a_dump(dumps, tmp_path):
         (("{dumps}", "--rows", "4:4"), "--rows: expected A:B"),
         (("{dumps}", "--rows", "90:"), "--rows: expected rows that are in the dump, got none of 90:; see --step"),
         (("{dumps}", "--step", "7"), "--rows: expected rows that are in the dump, got none of 0:16 of step 7"),
+        (("5:1", "--step", "3"), "--step: expected a dump as BATCH, of which it says what to read, got '5:1'"),
+        (("5:1", "--rows", "5:9"), "--rows: expected a dump as BATCH"),
+        (
+            ("5:1", "--tokenizer", "nowhere", "--prompt-column", "p", "--response-column", "r"),
+            "--tokenizer, --prompt-column, --response-column: expected a dump as BATCH",
+        ),
+        (("gone.jsonl", "--step", "3"), "BATCH: "),
+        (("{dumps}", "--rows", "x", "--tokenizer", "nowhere"), "--rows: expected A:B with A below B"),
+        (("5:1", "--window", "0"), "--window: expected at least 1, got 0"),
         (("5:1", "--plot", "x.jpg"), "--plot: expected a .png file"),
     ],
 )

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from ranks import run_ranks
 from test_engine import build_engine, local_rows, ppo_loss_function, ragged_batch
 from tiny import batch_b0, flat_rows, tiny_model, tokens, verl_batch
 
 from zorro_verl.budget_warning import BudgetWarning
-from zorro_verl.flops import ModelWork
+from zorro_verl.flops import ModelWork, Work
 from zorro_verl.heads import SharedPrompt
 from zorro_verl.media import Media
 from zorro_verl.metrics import ShareCounts
@@ -139,7 +140,7 @@ def test_engines_report_what_they_did_once(tmp_path, sequence_parallel):
 def counts_of_call(rows):
     """One call's counts in the form in which workers report, with hand-made work of 4 to 1."""
     counts = ShareCounts()
-    counts.add_micro_batch(120, 60, [1] * rows, [False] * rows, SimpleNamespace(counted=400, executed=100))
+    counts.add_micro_batch(120, 60, [1] * rows, [False] * rows, Work(400, 100, 0, 0))
     counts.prompt_lens = {1: 60}
     return counts.to_metrics()
 
@@ -154,15 +155,19 @@ class Output:
         return self.extra_info[name]
 
 
+def run_config(strategy):
+    """As much of a run's as the wraps read."""
+    model = {"enable_gradient_checkpointing": True, "use_fused_kernels": False}
+    role = {"strategy": strategy, "ppo_epochs": 1}
+    roles = {"actor_rollout_ref": {"actor": role, "model": model}, "critic": role | {"model": model}}
+    return OmegaConf.create(roles | {"trainer": {"balance_batch": True}})
+
+
 def v1_module(strategy="zorro"):
     """A module with as much of verl's trainer as the wraps touch, which logs what verl's does."""
 
     class PPOTrainer:
-        config = SimpleNamespace(
-            actor_rollout_ref=SimpleNamespace(actor=SimpleNamespace(strategy=strategy, ppo_epochs=1)),
-            critic=SimpleNamespace(strategy=strategy, ppo_epochs=1),
-            trainer=SimpleNamespace(balance_batch=True),
-        )
+        config = run_config(strategy)
         ref_in_actor = False
         actor_rollout_wg = SimpleNamespace(
             update_actor=lambda batch: {"metrics": counts_of_call(2) | {"mfu": [0.3, 0.5], "loss": [1.0]}},

@@ -9,10 +9,12 @@ from omegaconf import OmegaConf
 from ranks import run_ranks
 from test_engine import build_engine, ppo_loss_function, ragged_batch
 from test_ratio_warning import TORN, counts_of
+from test_throughput import documented_metrics
 from tiny import tiny_model, verl_batch
 
 from zorro_verl.metrics import ShareCounts
 
+MODEL = {"enable_gradient_checkpointing": True, "use_fused_kernels": False}
 WHOLE = [[{"a": 4}], [{"b": 4}]]
 
 
@@ -22,20 +24,32 @@ def config(actor="zorro", critic="zorro", **trainer):
     rollout = {"n": 4, "temperature": 1.0, "multi_turn": {"enable": False}}
     return OmegaConf.create(
         {
-            "actor_rollout_ref": {"actor": {"strategy": actor} | update, "rollout": rollout},
-            "critic": {"strategy": critic} | update,
+            "actor_rollout_ref": {"actor": {"strategy": actor} | update, "rollout": rollout, "model": dict(MODEL)},
+            "critic": {"strategy": critic, "fsdp": {}, "model": dict(MODEL)} | update,
             "trainer": {"balance_batch": True, "critic_warmup": 0} | trainer,
         }
     )
 
 
-def reported(calls):
-    """What a worker group gives of an update, with what verl's trainers look for."""
+def reported(calls, mfu=None, **outputs):
+    """What a worker group gives of an update, or with an ``mfu`` of scoring, with what verl's trainers look for."""
     from verl.utils import tensordict_utils as tu
 
     counts = counts_of(*calls)
     counts.shared = "Model: attention of 2 layers shared, by sdpa"
-    return tu.get_tensordict({}, {"metrics": counts.to_metrics() | {"mfu": [0.1]}})
+    counts.work_counted, counts.work_executed, counts.work_head, counts.work_prompt_head = 600, 100, 20, 80
+    return tu.get_tensordict(outputs, {"metrics": counts.to_metrics() | {"mfu": [0.1] if mfu is None else mfu}})
+
+
+def scored(calls, *names):
+    """The same of scoring: values of all tokens under these names."""
+
+    def call(batch):
+        offsets = batch["input_ids"].offsets()
+        zeros = torch.nested.nested_tensor_from_jagged(torch.zeros(int(offsets[-1])), offsets)
+        return reported(calls, mfu=0.2, **dict.fromkeys(names, zeros))
+
+    return call
 
 
 class Future:
@@ -52,13 +66,22 @@ class Future:
 
 
 def trainer_of(cls, settings, calls, critic_calls=None):
-    """A trainer of verl's whose workers report these calls, in place of workers."""
+    """A trainer of verl's whose worker groups give what workers would report of these calls."""
     trainer = object.__new__(cls)
     trainer.config, trainer.use_critic, trainer.global_steps = settings, True, 1
     mesh = {name: [0, 1] for name in ("actor", "train")}
-    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info=mesh, update_actor=lambda batch: reported(calls))
-    train = lambda batch: Future(reported(critic_calls or calls))  # noqa: E731
-    trainer.critic_wg = SimpleNamespace(_dispatch_info=mesh, train_mini_batch=train)
+    trainer.ref_in_actor, values = False, scored(calls, "values")
+    trainer.actor_rollout_wg = SimpleNamespace(
+        _dispatch_info=mesh,
+        update_actor=lambda batch: reported(calls),
+        compute_log_prob=scored(calls, "log_probs", "entropy"),
+    )
+    trainer.ref_policy_wg = SimpleNamespace(compute_ref_log_prob=scored(calls, "log_probs"))
+    trainer.critic_wg = SimpleNamespace(
+        _dispatch_info=mesh,
+        train_mini_batch=lambda batch: Future(reported(critic_calls or calls)),
+        infer_batch=lambda batch: Future(values(batch)),
+    )
     return trainer
 
 
@@ -73,15 +96,20 @@ def v1_step(trainer, critic=True, actor=True):
     return metrics
 
 
-def legacy_step(trainer, critic=True, actor=True):
+def legacy_step(trainer, critic=True, actor=True, scoring=False):
     """The same of the legacy trainer: what updates give, and what waits in the batch."""
     from verl import DataProto
     from verl.trainer.ppo.ray_trainer import compute_throughout_metrics
 
-    columns = {name: torch.ones(8, 6, dtype=torch.int64) for name in ("input_ids", "attention_mask", "position_ids")}
-    batch = DataProto.from_single_dict(columns | {"response_mask": torch.ones(8, 3, dtype=torch.int64)})
+    columns = dict.fromkeys(("input_ids", "attention_mask", "position_ids"), torch.ones(8, 6, dtype=torch.int64))
+    columns |= dict.fromkeys(("prompts", "responses", "response_mask"), torch.ones(8, 3, dtype=torch.int64))
+    batch = DataProto.from_single_dict(columns)
     batch.meta_info["global_token_num"] = [6] * 8
     metrics = {}
+    if scoring:
+        _, metrics["perf/mfu/actor_infer"] = trainer._compute_old_log_prob(batch)
+        trainer._compute_ref_log_prob(batch)
+        trainer._compute_values(batch)
     if critic:
         metrics |= trainer._update_critic(batch).meta_info["metrics"]
     if actor:
@@ -117,6 +145,22 @@ def test_the_best_ratio_is_in_every_step(route, balance_batch):
     metrics = step(trainer_of(cls, config(balance_batch=balance_batch), TORN), critic=False)
     assert metrics["zorro/token_ratio_best"] == 880 / 280
     assert metrics["zorro/token_ratio"] == 880 / 480
+
+
+def test_a_whole_step_of_the_legacy_trainers_has_every_documented_metric():
+    from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    for cls in (RayPPOTrainer, SeparateRayPPOTrainer):
+        metrics = legacy_step(trainer_of(cls, config(), WHOLE), scoring=True)
+        assert sorted(name for name in metrics if name.startswith("zorro/")) == sorted(documented_metrics())
+        for name in ("old_log_prob", "ref", "values", "critic"):
+            assert metrics[f"zorro/{name}/token_ratio"] == 880 / 280
+            mfu = 0.1 if name == "critic" else 0.2
+            assert metrics[f"zorro/{name}/mfu_executed"] == pytest.approx(mfu / 6)
+        assert metrics["zorro/mfu_executed"] == pytest.approx(0.1 / 6)
+        assert metrics["zorro/flop_ratio"] == 6
+        assert metrics["zorro/throughput_executed"] == pytest.approx(8 * 6 / (880 / 280))
 
 
 def test_while_a_critic_warms_up_the_best_ratio_is_its_own(route):
@@ -181,23 +225,56 @@ def test_a_low_ratio_is_said_once_with_the_setting(route, caplog):
         assert expected in text
 
 
-def test_the_token_budget_is_named_as_the_role_has_it(caplog):
-    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-
+def test_the_token_budget_is_the_one_that_the_trainer_reads(route, caplog):
+    """Of the critic each trainer reads another, and `critic.use_dynamic_bsz` none of them."""
+    cls, step = route
     more = [[{"a": 2}, {"a": 2}], [{"b": 2}, {"b": 2}]]
-    for dynamic, actor, expected in (
-        (True, "zorro", "Raise ppo_max_token_len_per_gpu (log_prob"),
-        (False, "zorro", "Raise ppo_micro_batch_size_per_gpu (log_prob"),
-        (True, "fsdp2", "Raise +critic.ppo_infer_max_token_len_per_gpu (critic.ppo_max_token_len_per_gpu in"),
+    budget = "+critic.ppo_infer_max_token_len_per_gpu" if step is v1_step else "critic.ppo_max_token_len_per_gpu"
+    for actor, key, dynamic, expected in (
+        ("zorro", "actor_rollout_ref.actor.use_dynamic_bsz", True, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+        (
+            "zorro",
+            "actor_rollout_ref.actor.use_dynamic_bsz",
+            False,
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        ),
+        ("fsdp2", "critic.use_dynamic_bsz", True, budget),
+        ("fsdp2", "critic.use_dynamic_bsz", False, budget),
+        ("fsdp2", "critic.fsdp.use_dynamic_bsz", False, "+critic.fsdp.micro_batch_size_per_gpu"),
     ):
         caplog.clear()
         settings = config(actor=actor)
-        for role in (settings.actor_rollout_ref.actor, settings.critic):
-            role.use_dynamic_bsz = dynamic
+        OmegaConf.update(settings, key, dynamic)
         with caplog.at_level(logging.WARNING, "zorro_verl"):
-            v1_step(trainer_of(PPOTrainerSync, settings, more), actor=actor == "zorro")
+            step(trainer_of(cls, settings, more), critic=actor != "zorro", actor=actor == "zorro")
         (text,) = said(caplog, logging.WARNING)
-        assert expected in text
+        assert f"Raise {expected} if memory allows" in text
+
+
+@pytest.mark.parametrize(
+    ("role", "settings", "costs"),
+    [
+        ("actor", {}, (4, 3)),
+        ("actor", {"model.enable_gradient_checkpointing": False}, (3, 3)),
+        ("actor", {"model.use_fused_kernels": True}, (4, 4)),
+        ("actor", {"actor.zorro.logits_optimization": "memory"}, (4, 4)),
+        ("actor", {"actor.zorro.linear_attention": "fork"}, (4, 3)),
+        ("critic", {}, (4, 3)),
+        ("critic", {"model.enable_gradient_checkpointing": False}, (3, 3)),
+    ],
+)
+def test_the_speed_up_is_weighed_by_what_the_role_computes_again(route, caplog, role, settings, costs):
+    """Of layers 580 in full and 80 executed, of the head 20, and 80 more on prompts."""
+    cls, step = route
+    run = config() if role == "actor" else config(actor="fsdp2")
+    for name, value in settings.items():
+        OmegaConf.update(run.actor_rollout_ref if role == "actor" else run.critic, name, value, force_add=True)
+    with caplog.at_level(logging.INFO, "zorro_verl"):
+        step(trainer_of(cls, run, WHOLE), critic=role == "critic", actor=role == "actor")
+    (text,) = said(caplog, logging.INFO)
+    layers, head = costs
+    expected = (layers * 580 + head * 100) / (layers * 80 + head * 20)
+    assert f"Predicted speed-up of update_{role} over fsdp2: {expected:.2f}, by multiply-adds." in text
 
 
 def told_by_an_engine(rank, path):

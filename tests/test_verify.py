@@ -553,6 +553,10 @@ def odd_size(folder):
     (folder / "config.json").write_text('{"model_type": "qwen3", "hidden_size": "large"}')
 
 
+def no_heads(folder):
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_attention_heads": 0}))
+
+
 def odd_rope(folder):
     rope = {"rope_type": "nope", "rope_theta": 1.0}
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "rope_parameters": rope}))
@@ -611,6 +615,7 @@ def no_config(folder):
         (unknown_type, (), r"model: the config of .* can't be used .*model type `nobody` .* this architecture\)$"),
         (own_code, (), "^zorro-verl verify: model: the config of .* contains custom code"),
         (odd_size, (), "model: the config of .* can't be used .*hidden_size"),
+        (no_heads, (), "model: no model can be built from its config .*ZeroDivisionError"),
         (odd_rope, (), "model: no model can be built from its config .*'nope'"),
         (truncated, (WHOLE,), "model: the weights can't be loaded .*SafetensorError"),
         (truncated, (LAYERS,), r"model: \S+model.safetensors can't be read .*SafetensorError"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from zorro_verl.planning import GB, MARGIN, Plan, Question
+from zorro_verl.planning import GIB, MARGIN, Plan, Question
 
 PAYS = 1.1  # a speed-up below it is lost among other things
 FEW_GROUPS = 4  # on a rank
@@ -19,43 +19,57 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
 )
 
 
+def pays(plan: Plan) -> bool:
+    """Whether sharing prompts is worth it, where it fits."""
+    return plan.question.n > 1 and max(plan.speedup) >= PAYS
+
+
 def objections(plan: Plan) -> list[str]:
-    """Why sharing prompts doesn't pay here, a sentence each; none where it does."""
-    question, found = plan.question, []
+    """Why sharing prompts doesn't pay here, in a sentence; none where it `pays`."""
+    question = plan.question
+    if pays(plan):
+        return []
     if question.n == 1:
-        found.append("It doesn't pay: with n = 1 no two rows have a prompt in common.")
-    elif max(plan.speedup_of_whole_groups) < PAYS:
-        found.append(
-            f"It doesn't pay: a prompt of {question.prompt} tokens is short beside {question.n * question.response} of "
-            "its responses."
-        )
-    elif max(plan.speedup) < PAYS and question.groups_per_rank >= 1:
-        found.append("It doesn't pay: groups are cut so often that little is shared.")
-    if question.groups_per_rank < 1:
-        found.append(
-            f"It pays less than it could: {question.prompts} prompts a step are fewer than {question.ranks} "
-            "data-parallel ranks, so that groups are cut. Raise --prompts or --sequence-parallel."
-        )
-    if plan.no_memory is None and plan.largest is None:
-        found.append(_too_large(plan))
-    return found
+        return ["It doesn't pay: with n = 1 no two rows have a prompt in common."]
+    if max(plan.speedup_of_whole_groups) < PAYS:
+        return [
+            f"It doesn't pay: a prompt of {counted(question.prompt, 'token')} is short beside "
+            f"{question.n * question.response} of its responses."
+        ]
+    return ["It doesn't pay: groups are cut so often that little is shared."]
+
+
+def misfits(plan: Plan) -> list[str]:
+    """Why GPUs can't hold the model and one row, in a sentence; none where they do, or memory isn't predicted."""
+    return [_too_large(plan)] if plan.no_memory is None and plan.largest is None else []
 
 
 def cautions(plan: Plan) -> list[str]:
     """What costs part of the saving, or may, a sentence each."""
-    question, found = plan.question, []
+    question, found = plan.question, list[str]()
+    if question.n == 1:
+        return found
     if not plan.holds_group and plan.largest is not None:
         found.append(_cut(plan))
-    if question.n > 1 and 1 <= question.groups_per_rank < FEW_GROUPS:
+    prompts, ranks = counted(question.step_prompts, "prompt"), counted(question.ranks, "data-parallel rank")
+    if question.groups_per_rank < 1:
         found.append(
-            f"{question.groups_per_rank:g} groups on a rank are few: where lengths vary, all wait for the longest. "
-            "Raise --prompts."
+            f"It pays less than it could: an optimizer step has {prompts} for {ranks}, so that groups are cut. Raise "
+            f"{_prompts_option(question)} or --sequence-parallel."
         )
-    if question.n > 1 and question.groups_per_rank > 1 and question.prompts % question.ranks:
+    elif question.groups_per_rank < FEW_GROUPS:
         found.append(
-            f"{question.prompts} prompts don't divide over {question.ranks} data-parallel ranks: some groups are cut."
+            f"A rank has only {counted(question.groups_per_rank, 'group')} in an optimizer step: where lengths vary, "
+            f"all wait for the longest. Raise {_prompts_option(question)}."
         )
+    if question.groups_per_rank > 1 and question.step_prompts % question.ranks:
+        found.append(f"An optimizer step's {prompts} don't divide over {ranks}: some groups are cut.")
     return found
+
+
+def counted(number: float, what: str) -> str:
+    """``1 group``, ``1.5 groups``."""
+    return f"{round(number, 2):.10g} {what}{'' if number == 1 else 's'}"
 
 
 def overrides(plan: Plan) -> list[str]:
@@ -63,6 +77,7 @@ def overrides(plan: Plan) -> list[str]:
     question, actor = plan.question, "actor_rollout_ref.actor"
     found = [f"{actor}.strategy=zorro", f"data.train_batch_size={question.prompts}"]
     found += [f"actor_rollout_ref.rollout.n={question.n}", f"{actor}.use_dynamic_bsz=True"]
+    found.append(f"{actor}.ppo_mini_batch_size={question.step_prompts}")
     if plan.budgets is not None:
         found += [
             f"{actor}.ppo_max_token_len_per_gpu={plan.budgets.update}",
@@ -87,6 +102,11 @@ def flags(question: Question, other: Question) -> str:
     return " ".join(_FLAGS[name].format(value) for name, value in changes.items())
 
 
+def _prompts_option(question: Question) -> str:
+    """What says how many prompts an optimizer step has."""
+    return "--prompts" if question.mini_batch is None else "--mini-batch"
+
+
 def _cut(plan: Plan) -> str:
     return (
         f"A group doesn't fit a micro-batch: an update computes its prompt {plan.copies:.3g} times, and is "
@@ -97,12 +117,19 @@ def _cut(plan: Plan) -> str:
 def _too_large(plan: Plan) -> str:
     question = plan.question
     what = (
-        f"It doesn't fit: {sum(plan.shard) / GB:.1f} GB of state and gathered weights with a micro-batch of one row "
-        f"are more than {1 - MARGIN:.0%} of {question.hbm / GB:g} GB"
+        f"It doesn't fit: {sum(plan.shard) / GIB:.1f} GiB of state and gathered weights with a micro-batch of one row "
+        f"are more than {1 - MARGIN:.0%} of {question.hbm / GIB:.1f} GiB"
     )
     if plan.gpus_needed is None:
         return f"{what}, on any number of GPUs. {_way_out(plan)}"
-    return f"{what}; {plan.gpus_needed} GPUs would hold it." + (f" {_way_out(plan)}" if plan.remedy else "")
+    if plan.gpus_suggested is None:
+        what += (
+            f"; {plan.gpus_needed} GPUs or more would hold it, but {question.step_prompts} x {question.n} rows divide "
+            f"over none of the next numbers: change {_prompts_option(question)}."
+        )
+    else:
+        what += f"; {plan.gpus_suggested} GPUs would hold it."
+    return what + (f" {_way_out(plan)}" if plan.remedy else "")
 
 
 def _way_out(plan: Plan) -> str:

@@ -14,8 +14,8 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from zorro_verl.batching import packed_tokens
-from zorro_verl.prediction import Pass, Prediction, RowLengths, Way, predict
-from zorro_verl.rollouts import Measure, Progress, Row, Step
+from zorro_verl.prediction import FILLER, Pass, Prediction, RowLengths, Way, predict
+from zorro_verl.rollouts import Measure, Padding, Progress, Row, Step
 
 ROLLOUTS = (1, 2, 4, 8, 16, 32)  # of a prompt, for which the token ratio is told
 _BEFORE, _AFTER = 12, 12  # tokens or characters that are shown around a difference
@@ -27,7 +27,7 @@ class Difference(NamedTuple):
     sample: str
     one: str  # file:line
     other: str
-    position: int  # of the first token or character that differs, from 0
+    position: int  # of the first token or character that differs, from 1
     one_has: array[int]  # what stands there, with a little before it
     other_has: array[int]
 
@@ -38,6 +38,7 @@ class StepRows:
 
     Attributes:
         rows: lengths and groups, in the order of the dump.
+        padding: rows that veRL added to it, which are not among them.
         prompt_total: tokens of the distinct prompts.
         tree_total: of these, what is left when each prefix that several begin with counts once.
         samples_differing: how many samples have rows whose prompts differ.
@@ -48,6 +49,7 @@ class StepRows:
 
     step: Step
     rows: RowLengths
+    padding: int
     prompt_total: int
     tree_total: int
     samples_differing: int
@@ -91,6 +93,7 @@ class Statistics:
     Attributes:
         prompt_lengths, response_lengths: of distinct prompts, and of all rows.
         prompt_quantiles, response_quantiles: of these.
+        padding: rows that veRL added to steps, which count nowhere else.
         tokens, packed: of all rows, and with each prompt once in its step.
         largest_group: packed tokens of the largest group: the token budget of a micro-batch that holds it.
         sizes: groups by their number of rows, small ones first.
@@ -105,6 +108,7 @@ class Statistics:
     measures: frozenset[Measure]
     num_rows: int
     num_prompts: int
+    padding: int
     steps: tuple[StepRows, ...]
     prompt_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
@@ -143,28 +147,56 @@ class Forecast(NamedTuple):
     groups_cut: int  # in update_actor, over all steps
 
 
+class Setup(NamedTuple):
+    """How rows are trained on, as `zorro_verl.prediction.predict` assumes it."""
+
+    ranks: int = 1  # data-parallel ones
+    budget: int | None = None  # ppo_max_token_len_per_gpu, log_prob's as well; None for what holds the largest group
+    mini_batch: int | None = None  # ppo_mini_batch_size, in prompts; None for all of a step at once
+    logits_optimization: str = "none"
+    checkpointing: bool = True
+    dtype: str = "bfloat16"
+    sequence_parallel: int = 1
+
+    def mini_batches(self, rows: RowLengths) -> int:
+        """Optimizer steps on a step's rows."""
+        return 1 if self.mini_batch is None else ceil(len(rows.by_group()) / self.mini_batch)
+
+    def __str__(self) -> str:
+        return ", ".join(
+            (
+                self.dtype,
+                f"{'' if self.checkpointing else 'no '}gradient checkpointing",
+                f"logits_optimization={self.logits_optimization}",
+                "one mini-batch a step" if self.mini_batch is None else f"ppo_mini_batch_size={self.mini_batch}",
+                "no sequence parallelism"
+                if self.sequence_parallel == 1
+                else f"ulysses_sequence_parallel_size={self.sequence_parallel}",
+            )
+        )
+
+
 class Outlook(NamedTuple):
     """Predictions for all steps of a dump together."""
 
     ways: tuple[Forecast, ...]  # stock and row_placed where verl is installed, then group_placed
-    ranks: int
-    budget: int
+    setup: Setup  # its budget is never None
     notes: tuple[str, ...]
 
 
-def collect_steps(rows: Iterable[Row]) -> Iterator[StepRows]:
+def collect_steps(rows: Iterable[Row | Padding]) -> Iterator[StepRows]:
     """What is kept of each step; the rows of a file may come in any order, and files one after the other."""
     open_steps: dict[Step, _Collector] = {}
     file = None
     for row in rows:
         if row.step.file != file:
-            yield from (step.close() for step in open_steps.values())
+            yield from _close(open_steps.values())
             open_steps.clear()
             file = row.step.file
         if row.step not in open_steps:
             open_steps[row.step] = _Collector(row.step)
         open_steps[row.step].add(row)
-    yield from (step.close() for step in open_steps.values())
+    yield from _close(open_steps.values())
 
 
 def summarize(steps: Iterable[StepRows]) -> Statistics:
@@ -189,6 +221,7 @@ def summarize(steps: Iterable[StepRows]) -> Statistics:
         measures=measures,
         num_rows=len(response_lengths),
         num_prompts=len(groups),
+        padding=sum(step.padding for step in steps),
         steps=steps,
         prompt_lengths=prompt_lengths,
         response_lengths=response_lengths,
@@ -206,16 +239,13 @@ def summarize(steps: Iterable[StepRows]) -> Statistics:
     )
 
 
-def foresee(
-    config: Any, statistics: Statistics, ranks: int, budget: int | None = None, progress: Progress | None = None
-) -> Outlook:
+def foresee(config: Any, statistics: Statistics, setup: Setup, progress: Progress | None = None) -> Outlook:
     """What the three ways of `zorro_verl.prediction.predict` take for these steps.
 
     Args:
         config: of a Hugging Face model.
         statistics: of rows in tokens.
-        ranks: data-parallel ranks.
-        budget: ``ppo_max_token_len_per_gpu``; by default what holds the largest group.
+        setup: how they are trained on.
         progress: shows how many steps have been placed.
 
     Raises:
@@ -223,15 +253,28 @@ def foresee(
     """
     if statistics.unit != "tokens":
         raise ValueError("--model: expected lengths in tokens, got characters; --tokenizer with the model's own")
-    budget = budget or max(statistics.largest_group, _SHORTEST_BUDGET)
+    budget = max(statistics.largest_group, sum(FILLER)) if setup.budget is None else setup.budget
     steps: Iterable[StepRows] = statistics.steps
     if progress is not None:
         steps = progress(steps, "Placing rows", len(statistics.steps))
-    predictions = [predict(config, step.rows, ranks=ranks, budget=budget) for step in steps]
+    predictions = [
+        predict(
+            config,
+            step.rows,
+            ranks=setup.ranks,
+            budget=budget,
+            mini_batches=setup.mini_batches(step.rows),
+            checkpointing=setup.checkpointing,
+            logits_optimization=setup.logits_optimization,
+            sequence_parallel=setup.sequence_parallel,
+            dtype=setup.dtype,
+        )
+        for step in steps
+    ]
     first = predictions[0]
     names = [name for name in ("stock", "row_placed", "group_placed") if getattr(first, name) is not None]
     notes = tuple(note for note in (first.no_verl, first.no_memory) if note is not None)
-    return Outlook(tuple(_forecast(predictions, name) for name in names), ranks, budget, notes)
+    return Outlook(tuple(_forecast(predictions, name) for name in names), setup._replace(budget=budget), notes)
 
 
 def common_length(one: bytes, other: bytes) -> int:
@@ -256,7 +299,6 @@ def tree_total(prompts: Iterable[bytes]) -> int:
 
 
 _WIDTH = array("i").itemsize
-_SHORTEST_BUDGET = 128  # tokens of the rows that verl adds until a count divides
 
 
 class _Collector:
@@ -268,8 +310,17 @@ class _Collector:
         self._rows: tuple[list[int], list[int], list[int]] = ([], [], [])
         self._prompts_of: dict[str, dict[bytes, str]] = {}  # of each sample: its prompts, and where they stand
         self._measures: set[Measure] = set()
+        self._padding = 0
 
-    def add(self, row: Row) -> None:
+    @property
+    def sampled(self) -> bool:
+        """Whether there is any row that veRL didn't add."""
+        return bool(self._measures)
+
+    def add(self, row: Row | Padding) -> None:
+        if isinstance(row, Padding):
+            self._padding += 1
+            return
         prompt = row.prompt.tobytes()
         group = self._group_of.setdefault(prompt, len(self._group_of))
         for column, value in zip(self._rows, (group, len(row.prompt), len(row.response)), strict=True):
@@ -283,6 +334,7 @@ class _Collector:
         return StepRows(
             self._step,
             RowLengths(*self._rows),
+            self._padding,
             _total(self._group_of),
             tree_total(self._group_of),
             len(differing),
@@ -292,15 +344,19 @@ class _Collector:
         )
 
 
+def _close(steps: Iterable[_Collector]) -> Iterator[StepRows]:
+    return (step.close() for step in steps if step.sampled)
+
+
 def _total(prompts: Iterable[bytes]) -> int:
     return sum(len(prompt) // _WIDTH for prompt in prompts)
 
 
 def _difference(sample: str, prompts: dict[bytes, str]) -> Difference:
     (one, where_one), (other, where_other), *_ = prompts.items()
-    position = common_length(one, other)
-    around = slice(max(0, position - _BEFORE) * _WIDTH, (position + _AFTER) * _WIDTH)
-    return Difference(sample, where_one, where_other, position, array("i", one[around]), array("i", other[around]))
+    alike = common_length(one, other)
+    around = slice(max(0, alike - _BEFORE) * _WIDTH, (alike + _AFTER) * _WIDTH)
+    return Difference(sample, where_one, where_other, alike + 1, array("i", one[around]), array("i", other[around]))
 
 
 def _by_size(groups: Sequence[tuple[int, list[int]]]) -> tuple[SizeShare, ...]:

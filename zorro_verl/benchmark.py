@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3Config
 
-from zorro_verl.checkpoint import config_of, filled, one_line, quiet_loading
+from zorro_verl import checkpoint, known_models
+from zorro_verl.checkpoint import filled, one_line, quiet_loading
 from zorro_verl.equivalence import (
     TOLERANCES,
     Comparison,
@@ -113,7 +114,7 @@ class Subject:
 
         Args:
             model: a folder or a name on the hub; `small_config` with random weights when None.
-            random_weights: take the model's config alone.
+            random_weights: take the config alone, of any model that `zorro_verl.known_models.config_of` finds.
             layers: keep the first so many layers; all when None.
             dtype: one of `zorro_verl.verify.DTYPES`; float32 on a CPU and bfloat16 elsewhere when None.
             device: "cpu", "cuda" or "cuda:N".
@@ -128,7 +129,10 @@ class Subject:
         dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
         if dtype not in DTYPES:
             raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-        config = small_config() if model is None else config_of(model)
+        if model is None:
+            config = small_config()
+        else:
+            config = known_models.config_of(model) if random_weights else checkpoint.config_of(model)
         return cls(
             config=with_layers(config, layers),
             name=model or "a small Qwen3",

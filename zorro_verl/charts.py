@@ -165,7 +165,8 @@ def _times(panel: Axes, outlook: Outlook) -> None:
         panel.bar_label(bars, fmt="%.2f")
     panel.set_xticks([0, 1], ["compute_log_prob", "update_actor"])
     panel.set(
-        title=f"predicted time on {outlook.ranks} rank(s), FLOP bound",
+        title="predicted time of the model's passes in a step,\nstock = 1, by floating-point work",
+        xlabel=f"on {outlook.setup.ranks} data-parallel rank{'s' * (outlook.setup.ranks > 1)}",
         ylabel="time / time of stock",
         ylim=(0, 1.1 + 0.14 * len(outlook.ways)),  # with room for the legend
     )

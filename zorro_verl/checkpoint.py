@@ -23,14 +23,19 @@ from zorro_verl.verify_request import local_folder
 
 def config_of(model: str) -> PretrainedConfig:
     """The config of a checkpoint of a supported type."""
-    folder = local_folder(model)
-    if folder is None:
-        _check_reachable(model)
-    with quiet_loading(), one_line(f"the config of {model!r} can't be used"):
-        # Else it would ask on the terminal whether to run the code of a type that is not supported anyway.
-        config = AutoConfig.from_pretrained(folder or model, trust_remote_code=False)
+    config = read_config(model)
     check_supported(config)
     return config
+
+
+def read_config(model: str) -> PretrainedConfig:
+    """The config of a checkpoint of any type that transformers knows."""
+    folder = local_folder(model)
+    if folder is None:
+        check_reachable(model)
+    with quiet_loading(), one_line(f"the config of {model!r} can't be used"):
+        # Else it would ask on the terminal whether to run the code of a type that is not supported anyway.
+        return AutoConfig.from_pretrained(folder or model, trust_remote_code=False)
 
 
 def skeleton(config: PretrainedConfig) -> PreTrainedModel:
@@ -82,6 +87,7 @@ def one_line(what: str) -> Iterator[None]:
     try:
         yield
     except (
+        ArithmeticError,
         EOFError,
         KeyError,
         OSError,
@@ -115,15 +121,25 @@ def quiet_loading() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_reachable(model: str) -> None:
-    """Ask the hub once for a config that isn't in the cache; the loaders ask six times, for half a minute."""
+def check_reachable(name: str, file: str = "config.json", argument: str = "model", folder: str = "checkpoint") -> None:
+    """Ask the hub once for a file that isn't in the cache; the loaders ask six times, for half a minute.
+
+    Args:
+        name: on the hub.
+        file: of it.
+        argument, folder: what the user gave the name as, and what kind of folder could stand there, for the error.
+
+    Raises:
+        ValueError: it isn't there, or the hub can't be reached.
+    """
     try:
-        if not try_to_load_from_cache(model, "config.json"):
-            get_hf_file_metadata(hf_hub_url(model, "config.json"))
+        if not try_to_load_from_cache(name, file):
+            get_hf_file_metadata(hf_hub_url(name, file))
     except (OSError, ValueError, httpx.HTTPError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"model: expected a checkpoint folder or a name on a hub that can be reached, got {model!r} ({reason:.200})"
+            f"{argument}: expected a {folder} folder or a name on a hub that can be reached, got {name!r} "
+            f"({reason:.200})"
         ) from error
 
 

@@ -46,4 +46,4 @@ def zorro_verl(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Commands come after the name, also while there is one."""
+    """What comes before a command."""

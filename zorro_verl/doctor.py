@@ -14,24 +14,35 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import zorro_verl
 from zorro_verl.findings import TOPICS, Finding, Findings, Problem, described
-from zorro_verl.installation import NEEDED, examine_package, examine_python, examine_requirements
+from zorro_verl.installation import NEEDED, REINSTALL, examine_package, examine_python, examine_requirements
 from zorro_verl.machine import examine_attention, examine_devices, examine_kernels
 from zorro_verl.model_support import ModelSupport, examine_model
 from zorro_verl.registration import examine_plug_in
 
+_TORCH = "install a torch that is built for this machine: for its driver's CUDA, or for CPUs"
+
+
+class Probe(NamedTuple):
+    """One part of an examination."""
+
+    about: str
+    run: Callable[[Findings], None]
+    mend: str = REINSTALL  # what to do where it fails
+
+
 # In order: veRL is imported before anything of this package that would tell it of the plug-in.
-PROBES: tuple[tuple[str, Callable[[Findings], None]], ...] = (
-    ("Python", examine_python),
-    *((name, functools.partial(examine_package, name)) for name in NEEDED),
-    ("requirements", examine_requirements),
-    ("plug-in", examine_plug_in),
-    ("devices", examine_devices),
-    ("kernels", examine_kernels),
-    ("attention", examine_attention),
+PROBES = (
+    Probe("Python", examine_python),
+    *(Probe(name, functools.partial(examine_package, name)) for name in NEEDED),
+    Probe("requirements", examine_requirements),
+    Probe("plug-in", examine_plug_in),
+    Probe("devices", examine_devices, _TORCH),
+    Probe("kernels", examine_kernels, _TORCH),
+    Probe("attention", examine_attention, _TORCH),
 )
 
 
@@ -81,9 +92,9 @@ def examine(model: str | None, track: Track) -> Report:
     """
     findings, support = Findings(), None
     with _gathered_warnings() as records, _quiet():
-        for about, probe in track(PROBES, "looking", len(PROBES)):
-            with findings.probing(about):
-                probe(findings)
+        for probe in track(PROBES, "looking", len(PROBES)):
+            with findings.probing(probe.about, probe.mend):
+                probe.run(findings)
         if model is not None:
             support = _examine_model(model, findings)
     for record in records:  # where the plug-in fails, verl goes on without it
@@ -91,7 +102,7 @@ def examine(model: str | None, track: Track) -> Report:
             error = record.exc_info[1] if record.exc_info else None
             reason = f" ({described(error)})" if error else ""
             findings.problem(
-                "plug-in", f"plug-in: expected no warning, got {record.getMessage()!r}{reason}; install anew"
+                "plug-in", f"plug-in: expected no warning, got {record.getMessage()!r}{reason}; {REINSTALL}"
             )
     return Report(
         zorro_verl.__version__, tuple(findings.facts), support, tuple(findings.problems), tuple(findings.notes)

@@ -64,12 +64,12 @@ class Findings:
         return any(problem.about in names for problem in self.problems)
 
     @contextmanager
-    def probing(self, about: str) -> Iterator[None]:
-        """Within this context an error is a problem, and the examination goes on."""
+    def probing(self, about: str, mend: str) -> Iterator[None]:
+        """Within this context an error is a problem, which ``mend`` is the way out of, and the examination goes on."""
         try:
             yield
-        except Exception as error:  # whatever a broken installation raises
-            self.problem(about, f"{about}: expected to be examined, got {described(error)}; install it anew")
+        except (Exception, SystemExit) as error:  # whatever a broken installation raises
+            self.problem(about, f"{about}: expected to be examined, got {described(error)}; {mend}")
 
 
 def in_one_line(text: object) -> str:

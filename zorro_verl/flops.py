@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 
 class Work(NamedTuple):
-    """Multiply-adds of one forward over some rows. A backward costs the same multiple of both."""
+    """Multiply-adds of one forward over some rows."""
 
-    counted: int  # as if no row shared anything
+    counted: int  # as if no row shared anything, the head on response tokens alone
     executed: int
+    head: int  # in both of them: what the head takes
+    prompt_head: int  # in neither: the head on the prompt of every row, which veRL's own engine runs, too
 
 
 def flop_bound_speedup(config: Any, groups: Iterable[tuple[int, Sequence[int]]]) -> float:
@@ -90,11 +92,14 @@ class ModelWork(NamedTuple):
             share_attention: False where attention runs on the rows as they were (``use_split_attention=False``), so
                 that a prompt's linear layers alone are shared.
         """
-        counted = saved = 0
+        layers = saved = scored = prompts = 0
         for prompt, responses in groups:
-            counted += sum(self._sequence(prompt + response) + self.head * response for response in responses)
+            layers += sum(self._sequence(prompt + response) for response in responses)
             saved += (len(responses) - 1) * (self._sequence(prompt) if share_attention else self.per_token * prompt)
-        return Work(counted, counted - saved)
+            scored += sum(responses)
+            prompts += prompt * len(responses)
+        head = self.head * scored
+        return Work(layers + head, layers - saved + head, head, self.head * prompts)
 
     def _sequence(self, length: int) -> int:
         """One causal sequence without its head."""

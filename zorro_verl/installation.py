@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
 OURS = "zorro-verl"
+# Brings each of `NEEDED`, in a version that fits.
+REINSTALL = f"pip install --force-reinstall '{OURS}[verl]'"
 # In the order in which one needs the other; a missing one is said once.
 NEEDED = ("torch", "transformers", "ray", "verl")
 # Of the project's own environment; others that `requires-python` allows are untested.

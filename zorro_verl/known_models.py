@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from zorro_verl import checkpoint
+from zorro_verl.families import check_supported
 from zorro_verl.verify_request import local_folder
 
 _OWNER = "Qwen"
@@ -40,14 +41,21 @@ _KNOWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def config_of(name: str) -> PretrainedConfig:
-    """The config of a model.
+    """The config of a model of a supported type, see `read_config`."""
+    config = read_config(name)
+    check_supported(config)
+    return config
+
+
+def read_config(name: str) -> PretrainedConfig:
+    """The config of a model of any type that transformers knows.
 
     Args:
         name: of a known model with or without its owner, a checkpoint folder, the path of a config.json, or a name on
             the hub.
 
     Raises:
-        ValueError: there is no such model, the hub can't be reached, or sharing doesn't support the model.
+        ValueError: there is no such model, or the hub can't be reached.
     """
     known = _KNOWN.get(name.removeprefix(f"{_OWNER}/"))
     if known is not None and not Path(name).exists():
@@ -56,10 +64,10 @@ def config_of(name: str) -> PretrainedConfig:
         file = Path(name).expanduser()
         if file.name != "config.json" or not file.is_file():
             raise ValueError(f"model: expected a config.json, a checkpoint folder or a name, got {name!r}")
-        return checkpoint.config_of(str(file.absolute().parent))
+        return checkpoint.read_config(str(file.absolute().parent))
     if local_folder(name) is not None:
-        return checkpoint.config_of(name)
+        return checkpoint.read_config(name)
     try:
-        return checkpoint.config_of(name)
+        return checkpoint.read_config(name)
     except ValueError as error:
         raise ValueError(f"{error}; known without a network: {', '.join(_KNOWN)}") from error

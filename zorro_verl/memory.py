@@ -15,7 +15,9 @@ each that is taken. Gradients then are T k 2H b.
 With gradient checkpointing a layer keeps its input alone, T H b, and the rest is there for one layer at a time. While
 that layer's backward runs, the gradients of its MLP and of its output take T (2I + H) b more. Later, when the MLP and
 the second norm are gone, those of attention take T (3A + 4K + H) b: its output's, and its two calls' of queries, keys
-and values. That is more only in a model whose heads are wide and whose MLP is not.
+and values. Where queries are normalised, the backward of that norm takes T 24A for six float32 copies of them, when
+the rest of attention is gone but for the gradients of keys and values, and the first norm is still there. Either is
+more only in a model whose heads are wide and whose MLP is not.
 
 The final norm keeps T H (4 + b), the head its R hidden states. It makes R V logits. Their statistics and their gradient
 take float32 copies, two at most; ``compute`` and ``memory`` make these for a chunk of rows at a time, ``compute`` keeps
@@ -38,7 +40,8 @@ Where a packed row is spread over s devices, T and R are one device's share, a p
 gathers the last hidden states of the whole row besides, s T H b, to score its share of the responses.
 
 The largest of these moments is `ActivationMemory.peak`. It says nothing of how many rows share a prompt: for the same
-packed tokens it is the same. Counted are tensors; an allocator's fragmentation and a kernel's scratch are not.
+packed tokens it is the same. Counted are tensors; an allocator's fragmentation and a kernel's scratch are not. That of
+torch's attention on a CPU in 16 bits is about a MiB for each thread, however many tokens there are.
 """
 
 from __future__ import annotations
@@ -233,7 +236,10 @@ class _Layer(NamedTuple):
         normalised = (queries + keys) * ((4 + 2 * size) if config.model_type in _QUERY_KEY_NORM else size)
         kept = 2 * norm + normalised + (queries + keys) * size + 4 * (queries // head_dim) + mlp
         in_attention = (3 * queries + 4 * keys + hidden) * size - mlp - norm
-        return cls(kept, max(in_mlp, in_attention))
+        moments = [in_mlp, in_attention]
+        if config.model_type in _QUERY_KEY_NORM:
+            moments.append(6 * 4 * queries + norm + (2 * keys + hidden) * size - kept)
+        return cls(kept, max(moments))
 
 
 def _mlp(config: Any, hidden: int, size: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from zorro_verl.estimate import PassCosts
 from zorro_verl.flops import Work
 
 # Why a row that has siblings in the batch went through the model on its own. Closed: each is logged in every step.
@@ -16,6 +17,8 @@ _TOKENS_PACKED = "zorro/tokens_packed"
 _PIECES = "zorro/pieces"
 _WORK_COUNTED = "zorro/work_counted"
 _WORK_EXECUTED = "zorro/work_executed"
+_WORK_HEAD = "zorro/work_head"
+_WORK_PROMPT_HEAD = "zorro/work_prompt_head"
 _PROMPTS = "zorro/prompts"
 _OVER_BUDGET = "zorro/over_budget"
 _SHARED = "zorro/shared"
@@ -36,7 +39,8 @@ class ShareCounts:
     Attributes:
         tokens_total: tokens of all rows, prompts counted once per row.
         tokens_packed: tokens that went through the model.
-        work_counted, work_executed: multiply-adds of all rows and of what was executed, see `zorro_verl.flops`.
+        work_counted, work_executed, work_head, work_prompt_head: multiply-adds of a forward, see
+            `zorro_verl.flops.Work`.
         calls: for each call of the engine, in their order, ``(fingerprint, rows, alone)`` of each group in each
             micro-batch: a group that was cut has several, and one more for its rows that share with nobody.
         prompt_lens: tokens of each prompt, by fingerprint; empty where nobody asks for `token_ratio_best`.
@@ -51,6 +55,8 @@ class ShareCounts:
         self.tokens_packed = 0
         self.work_counted = 0
         self.work_executed = 0
+        self.work_head = 0
+        self.work_prompt_head = 0
         self.calls: list[tuple[tuple[int, int, bool], ...]] = [()]
         self.prompt_lens: Mapping[int, int] = {}
         self.over_budget = 0
@@ -70,6 +76,8 @@ class ShareCounts:
         self.tokens_packed += tokens_packed
         self.work_counted += work.counted
         self.work_executed += work.executed
+        self.work_head += work.head
+        self.work_prompt_head += work.prompt_head
         pieces = Counter(zip(fingerprints, alone, strict=True))
         self.calls[-1] += tuple((fingerprint, rows, apart) for (fingerprint, apart), rows in pieces.items())
 
@@ -80,6 +88,8 @@ class ShareCounts:
             _TOKENS_PACKED: [self.tokens_packed],
             _WORK_COUNTED: [self.work_counted],
             _WORK_EXECUTED: [self.work_executed],
+            _WORK_HEAD: [self.work_head],
+            _WORK_PROMPT_HEAD: [self.work_prompt_head],
             _PIECES: list(self.calls),
             _PROMPTS: list(self.prompt_lens.items()),
             _OVER_BUDGET: [self.over_budget],
@@ -97,6 +107,8 @@ class ShareCounts:
         counts.tokens_packed = sum(_flat(metrics.pop(_TOKENS_PACKED)))
         counts.work_counted = sum(_flat(metrics.pop(_WORK_COUNTED)))
         counts.work_executed = sum(_flat(metrics.pop(_WORK_EXECUTED)))
+        counts.work_head = sum(_flat(metrics.pop(_WORK_HEAD)))
+        counts.work_prompt_head = sum(_flat(metrics.pop(_WORK_PROMPT_HEAD)))
         counts.calls = _flat(metrics.pop(_PIECES))
         counts.prompt_lens = dict(_flat(metrics.pop(_PROMPTS)))
         counts.over_budget = sum(_flat(metrics.pop(_OVER_BUDGET)))
@@ -117,6 +129,12 @@ class ShareCounts:
     def flop_ratio(self) -> float:
         """What verl counts over what was executed; 1 when nothing is shared."""
         return self.work_counted / max(1, self.work_executed)
+
+    def speed_up(self, costs: PassCosts) -> float:
+        """Over veRL's own engine, as far as multiply-adds go: all rows in full, its head on every token of them."""
+        own = costs.of(self.work_executed - self.work_head, self.work_head)
+        stock = costs.of(self.work_counted - self.work_head, self.work_head + self.work_prompt_head)
+        return stock / max(1, own)
 
     def executed_mfu(self, mfu: float) -> float:
         """verl's model FLOPs utilisation, which counts a prompt once per row, for the work that was executed."""

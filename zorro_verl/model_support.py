@@ -70,20 +70,20 @@ def examine_model(name: str, findings: Findings) -> ModelSupport:
     """The config of a checkpoint, against what sharing gets right.
 
     Args:
-        name: a folder with a config.json, weights or not, or a name on the hub.
+        name: as for `zorro_verl.known_models.read_config`.
 
     Raises:
         ValueError: a config that is not there or can't be read.
     """
-    from zorro_verl.checkpoint import config_of, skeleton
-    from zorro_verl.families import check_training, head_counts
+    from zorro_verl.checkpoint import skeleton
+    from zorro_verl.families import check_supported, check_training, head_counts
+    from zorro_verl.known_models import read_config
     from zorro_verl.value_models import check_value_model
 
+    config = read_config(name)
     try:
-        config = config_of(name)
+        check_supported(config)
     except ValueError as error:
-        if error.__cause__ is not None:  # it could not be read: a reader's error is behind it
-            raise
         findings.problem("model", f"model: {name} can't share prompts: {error}")
         return ModelSupport(name, None, False)
     model = skeleton(config)

@@ -11,6 +11,7 @@ import torch
 from zorro_verl.batching import place_groups
 from zorro_verl.grouping import Rows, exclusive_cumsum, find_prompt_groups
 from zorro_verl.ratio_warning import RatioWarning
+from zorro_verl.row_keys import sample_of
 
 
 def balance_batch(
@@ -31,10 +32,8 @@ def balance_batch(
     prompts, seq_lens = fields["prompts"], [tag["seq_len"] for tag in batch.tags]
     rows = _prompt_rows(prompts.values(), prompts.offsets())
     padding = [row for row, tag in enumerate(batch.tags) if tag.get("is_padding", False)]
-    # Keys are <uid>_<session>_<index>. A later output of a session has more than the drawn prompt before it.
-    keys = [key.rsplit("_", 2) for key in batch.keys]
-    uids = [key[0] if key[-1] == "0" else None for key in keys]
-    batch.reorder(_group_order(module, self, rows, seq_lens, padding, uids, metrics, logging_prefix))
+    samples = [sample_of(key) for key in batch.keys]
+    batch.reorder(_group_order(module, self, rows, seq_lens, padding, samples, metrics, logging_prefix))
     return batch
 
 

@@ -10,21 +10,25 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from zorro_verl.batching import packed_tokens
 from zorro_verl.estimate import ModelSize, ShardMemory, shard_memory
 from zorro_verl.families import head_counts
+from zorro_verl.log_probs import LOGITS_OPTIMIZATIONS
 from zorro_verl.memory import activation_memory, largest_token_budget, scoring_memory, why_unknown
-from zorro_verl.prediction import Prediction, RowLengths, Speedup, Way, predict
+from zorro_verl.prediction import PerCall, Prediction, RowLengths, Way, predict
 from zorro_verl.sequence_parallel import check_heads
 
-GB = 10**9
-MARGIN = (
-    0.1  # of a GPU: the allocator's fragmentation, NCCL and CUDA, and what the rollout engine keeps while it sleeps
-)
+GB, GIB = 10**9, 2**30  # a data sheet's unit, and the one in which memory is shown
+# Of a GPU: the allocator's fragmentation, NCCL and CUDA, and what the rollout engine keeps while it sleeps.
+MARGIN = 0.1
 _ROUND = 1024  # tokens
 _WIDTHS = (1, 2, 4, 8)  # GPUs of a node that a row is spread over
+_MORE_GPUS = 32  # four nodes: so far a larger number is looked for that rows divide over
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,10 @@ class Question:
         logits_optimization: "none", "compute" or "memory".
         checkpointing: ``enable_gradient_checkpointing``.
         offload: ``param_offload`` and ``optimizer_offload``, which free memory while the rollout samples.
+        mini_batch: prompts of an optimizer step, ``ppo_mini_batch_size``; all of them by default.
 
     Raises:
-        ValueError: a number that can't be.
+        ValueError: a number or a mode that can't be.
     """
 
     prompt: int
@@ -56,26 +61,52 @@ class Question:
     logits_optimization: str = "none"
     checkpointing: bool = True
     offload: bool = False
+    mini_batch: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prompt", "response", "n", "prompts", "gpus", "sequence_parallel"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for name in ("prompt", "response", "n", "prompts", "gpus", "sequence_parallel", "mini_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
         if not 0 < self.hbm < math.inf:
             raise ValueError(f"hbm: expected GB above 0, got {self.hbm / GB:g}")
+        if self.logits_optimization not in LOGITS_OPTIMIZATIONS:
+            raise ValueError(
+                f"logits_optimization: expected {' or '.join(LOGITS_OPTIMIZATIONS)}, got {self.logits_optimization!r}"
+            )
         if self.gpus % self.sequence_parallel:
             raise ValueError(
-                f"sequence_parallel: expected a divisor of the {self.gpus} GPUs, got {self.sequence_parallel}"
+                f"sequence_parallel: expected a divisor of the number of GPUs, {self.gpus}, got "
+                f"{self.sequence_parallel}"
             )
-        if self.rows % self.ranks:
+        if self.prompts % self.step_prompts:
             raise ValueError(
-                f"prompts: expected prompts x n to be a multiple of the {self.ranks} data-parallel ranks, got "
-                f"{self.prompts} x {self.n}"
+                f"mini_batch: expected a divisor of the {self.prompts} prompts of a step, got {self.mini_batch}"
+            )
+        if not self.divides_over(self.gpus):
+            raise ValueError(
+                f"{'prompts' if self.mini_batch is None else 'mini_batch'}: expected prompts of an optimizer step x n "
+                f"to be a multiple of the {self.ranks} data-parallel ranks, got {self.step_prompts} x {self.n}"
             )
 
+    def divides_over(self, gpus: int) -> bool:
+        """Whether each data-parallel rank of so many GPUs gets as many rows of an optimizer step; veRL asks for it."""
+        return self.step_prompts * self.n % (gpus // self.sequence_parallel) == 0
+
     @property
-    def rows(self) -> int:
-        return self.prompts * self.n
+    def step_prompts(self) -> int:
+        """Prompts of an optimizer step."""
+        return self.prompts if self.mini_batch is None else self.mini_batch
+
+    @property
+    def mini_batches(self) -> int:
+        """Optimizer steps on the rows of a training step."""
+        return self.prompts // self.step_prompts
+
+    @property
+    def lengths(self) -> RowLengths:
+        """Of all rows."""
+        return RowLengths.alike(self.prompts, self.n, self.prompt, self.response)
 
     @property
     def ranks(self) -> int:
@@ -93,7 +124,8 @@ class Question:
 
     @property
     def groups_per_rank(self) -> float:
-        return self.prompts / self.ranks
+        """In an optimizer step."""
+        return self.step_prompts / self.ranks
 
     def changes(self, other: Question) -> dict[str, Any]:
         """The settings that another question has other values of, and its values."""
@@ -183,20 +215,22 @@ class Plan:
 
     @cached_property
     def budgets(self) -> Budgets | None:
-        """What to set: the largest that fit, in round numbers, but not more than a rank has tokens in a step.
+        """What to set: the largest that fit, in round numbers, but not more than a rank has tokens in a pass.
 
         For log-probs twice the update's at most: they keep nothing, but larger ones than that fill no GPU better.
         """
         if self.largest is None:
             return None
-        update = self._rounded(self.largest.update)
-        return Budgets(update, min(2 * update, self._rounded(self.largest.log_prob)))
+        groups = self.question.groups_per_rank
+        update = self._rounded(self.largest.update, groups)
+        log_prob = self._rounded(self.largest.log_prob, groups * self.question.mini_batches)
+        return Budgets(update, min(2 * update, log_prob))
 
-    def _rounded(self, budget: int) -> int:
-        """Down, but not below as many rows of a prompt as the budget holds."""
+    def _rounded(self, budget: int, groups: float) -> int:
+        """Down, for a pass over so many groups, but not below as many rows of a prompt as the budget holds."""
         question, width = self.question, self.question.sequence_parallel
         pieces = [math.ceil(question.tokens_of(rows) / width) for rows in range(1, question.n + 1)]
-        rank = math.ceil(question.groups_per_rank * question.group_tokens / width)
+        rank = math.ceil(groups * question.group_tokens / width)
         return max(max(piece for piece in pieces if piece <= budget), min(budget - budget % _ROUND, rank))
 
     @property
@@ -207,19 +241,16 @@ class Plan:
         return self.budgets is not None and self._holds_group(self.question)
 
     @cached_property
-    def whole(self) -> Prediction:
-        """What sharing gives if micro-batches hold a whole group."""
-        return self._predict(Budgets(self.question.group_tokens, self.question.group_tokens))
-
-    @cached_property
     def prediction(self) -> Prediction:
-        """What sharing gives with the budgets to set; where there are none, `whole`."""
-        return self.whole if self.budgets is None else self._predict(self.budgets)
+        """What sharing gives with the budgets to set; where there are none, with such as hold a whole group."""
+        question = self.question
+        budgets = self.budgets or Budgets(question.group_tokens, question.group_tokens)
+        return self._predict(question.lengths, question.ranks, question.mini_batches, budgets)
 
     @property
     def stock(self) -> Way:
         """veRL's own engine, with the same budgets."""
-        return _stock(self.prediction)
+        return _known(self.prediction.stock)
 
     @property
     def shared(self) -> Way:
@@ -227,15 +258,17 @@ class Plan:
         return self.prediction.group_placed
 
     @property
-    def speedup(self) -> Speedup:
+    def speedup(self) -> PerCall:
         """Over veRL's own engine, as far as floating-point work bounds it."""
-        return Speedup(*(a.slowest / b.slowest for a, b in zip(self.stock, self.shared, strict=True)))
+        return _known(self.prediction.speedup(self.shared))
 
-    @property
-    def speedup_of_whole_groups(self) -> Speedup:
-        """The same if micro-batches hold a whole group."""
-        ways = _stock(self.whole), self.whole.group_placed
-        return Speedup(*(a.slowest / b.slowest for a, b in zip(*ways, strict=True)))
+    @cached_property
+    def speedup_of_whole_groups(self) -> PerCall:
+        """The same if neither micro-batches nor placement cut a group."""
+        question = self.question
+        one = RowLengths.alike(1, question.n, question.prompt, question.response)
+        found = self._predict(one, 1, 1, Budgets(question.group_tokens, question.group_tokens))
+        return _known(found.speedup(found.group_placed))
 
     @property
     def copies(self) -> float:
@@ -244,7 +277,7 @@ class Plan:
 
     @cached_property
     def gpus_needed(self) -> int | None:
-        """How many GPUs hold the model and a micro-batch of one row; None where no number does."""
+        """How many GPUs at least hold the model and a micro-batch of one row; None where no number does."""
         question = self.question
         taken = max(self._taken(question, 1, scoring) for scoring in (False, True))
         free = int(question.hbm) - self.margin - self.shard.gathered - taken
@@ -254,9 +287,19 @@ class Plan:
         state = whole.weights + whole.gradients + whole.optimizer
         return math.ceil(state / free / question.sequence_parallel) * question.sequence_parallel
 
+    @property
+    def gpus_suggested(self) -> int | None:
+        """The next number from `gpus_needed` on that rows divide over; None where there is none within four nodes."""
+        if self.gpus_needed is None:
+            return None
+        numbers = range(self.gpus_needed, self.gpus_needed + _MORE_GPUS + 1, self.question.sequence_parallel)
+        return next((gpus for gpus in numbers if self.question.divides_over(gpus)), None)
+
     @cached_property
     def remedy(self) -> Question | None:
-        """The same with as few other settings as let a micro-batch hold a whole group; None if there are none."""
+        """The same with as few other settings as let a micro-batch hold a whole group; None without, or if it does."""
+        if self.holds_group:
+            return None
         by_changes = sorted(self._variants(), key=lambda other: len(self.question.changes(other)))
         return next((other for other in by_changes if self._holds_group(other)), None)
 
@@ -282,17 +325,17 @@ class Plan:
             return scoring_memory(self.config, tokens, responses, **options).peak
         return activation_memory(self.config, tokens, responses, checkpointing=question.checkpointing, **options).peak
 
-    def _predict(self, budgets: Budgets) -> Prediction:
-        question = self.question
+    def _predict(self, rows: RowLengths, ranks: int, mini_batches: int, budgets: Budgets) -> Prediction:
         return predict(
             self.config,
-            RowLengths.alike(question.prompts, question.n, question.prompt, question.response),
-            ranks=question.ranks,
+            rows,
+            ranks=ranks,
             budget=budgets.update,
             log_prob_budget=budgets.log_prob,
-            checkpointing=question.checkpointing,
+            mini_batches=mini_batches,
+            checkpointing=self.question.checkpointing,
             ask_verl=False,
-            **_options(question),
+            **_options(self.question),
         )
 
 
@@ -303,10 +346,10 @@ def _options(question: Question) -> dict[str, Any]:
     }
 
 
-def _stock(prediction: Prediction) -> Way:
-    if prediction.stock is None:
-        raise RuntimeError(f"rows of one length that divide over ranks need no placement: {prediction.no_verl}")
-    return prediction.stock
+def _known(found: _T | None) -> _T:
+    if found is None:
+        raise AssertionError("rows of one length that divide over ranks need no placement of veRL's")
+    return found
 
 
 def _divides(config: Any, width: int) -> bool:

@@ -6,9 +6,11 @@ Predicted from lengths and a model's config, nothing is run. Three ways of compu
     row_placed     prompts shared where verl's placement happens to leave their rows together
     group_placed   strategy=zorro: groups kept whole over ranks, mini-batches and micro-batches
 
-Rows are placed and cut into micro-batches by the code that does it in training: `zorro_verl.batching`, and verl's own
-for its placement. A step waits for its slowest rank, so that a speed-up is the quotient of the slowest ranks' work. It
-is a bound: norms, softmax, memory traffic and communication cost nothing in it.
+Rows are placed by the code that does it in training: `zorro_verl.batching`, and verl's own for its placement. All
+micro-batches are cut by `zorro_verl.batching`. verl's own engine fills those of `stock` in another order, from which
+their number and memory may differ a little, but not the work: there every row is on its own. A step waits for its
+slowest rank, so that a speed-up is the quotient of the slowest ranks' work. It is a bound: norms, softmax, memory
+traffic and communication cost nothing in it.
 
 An update costs a decoder layer three forwards, four with gradient checkpointing, and the head three, four where its
 logits are computed again (``logits_optimization=memory``, and verl's fused kernels). Scoring is one forward of both. So
@@ -18,6 +20,7 @@ smaller budget cut groups, or leave ranks with less even work.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +31,7 @@ from zorro_verl.estimate import SCORING, PassCosts, update_costs
 from zorro_verl.flops import ModelWork
 from zorro_verl.memory import activation_memory, scoring_memory, why_unknown
 
-_FILLER = (127, 1)  # prompt and response tokens of the rows that verl adds until a count divides
+FILLER = (127, 1)  # prompt and response tokens of the rows that verl adds until a count divides
 _BUDGET_KEY = "ppo_max_token_len_per_gpu"
 _LOG_PROB_KEY = "log_prob_max_token_len_per_gpu"
 
@@ -95,9 +98,9 @@ class RowLengths:
         return self.tokens / self.packed
 
     def filled(self, multiple: int) -> RowLengths:
-        """With the rows that verl adds until their number is a multiple; they share a short prompt of their own."""
+        """With rows as verl adds them until their number is a multiple; they share a short prompt of their own."""
         more = -len(self.groups) % multiple
-        prompt, response = _FILLER
+        prompt, response = FILLER
         return RowLengths(
             [*self.groups, *[max(self.groups) + 1] * more],
             [*self.prompts, *[prompt] * more],
@@ -129,11 +132,39 @@ class Way(NamedTuple):
     update: Pass
 
 
-class Speedup(NamedTuple):
-    """Time of one way over the time of another, as far as floating-point work bounds it."""
+class PerCall(NamedTuple):
+    """A number for each of the two calls."""
 
     log_prob: float
     update: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a GPU is assumed to compute.
+
+    Attributes:
+        peak_tflops: 10^12 floating-point operations per second that it can do at most.
+        utilisation: what share of them the passes reach, above 0 and at most 1.
+
+    Raises:
+        ValueError: a number that can't be.
+    """
+
+    peak_tflops: float
+    utilisation: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.peak_tflops < math.inf or not 0 < self.utilisation <= 1:
+            raise ValueError(
+                "peak_tflops, utilisation: expected a number above 0 and a share of at most 1, got "
+                f"{self.peak_tflops:g} and {self.utilisation:g}"
+            )
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations per second that are reached."""
+        return self.peak_tflops * 1e12 * self.utilisation
 
 
 class Prediction(NamedTuple):
@@ -155,19 +186,19 @@ class Prediction(NamedTuple):
     no_memory: str | None
     gpus_per_rank: int
 
-    def speedup(self, way: Way) -> Speedup | None:
-        """Of one of the ways over `stock`; None where that is not known."""
+    def speedup(self, way: Way) -> PerCall | None:
+        """Time of `stock` over that of one of the ways, as floating-point work bounds it; None without `stock`."""
         if self.stock is None:
             return None
-        return Speedup(*(stock.slowest / own.slowest for stock, own in zip(self.stock, way, strict=True)))
+        return PerCall(*(stock.slowest / own.slowest for stock, own in zip(self.stock, way, strict=True)))
 
-    def token_ratio(self, way: Way) -> Speedup:
-        """Tokens of the rows over those that go through the model, in each of the two calls."""
-        return Speedup(*(self.rows.tokens / own.tokens for own in way))
+    def token_ratio(self, way: Way) -> PerCall:
+        """Tokens of the rows over those that go through the model."""
+        return PerCall(*(self.rows.tokens / own.tokens for own in way))
 
-    def seconds(self, one: Pass, peak_flops: float, utilisation: float) -> float:
-        """What a call takes if GPUs reach this share of their floating-point operations per second."""
-        return 2 * one.slowest / (self.gpus_per_rank * peak_flops * utilisation)
+    def seconds(self, one: Pass, speed: Speed) -> float:
+        """What a call takes on GPUs of this speed; a multiply-add is two operations."""
+        return 2 * one.slowest / (self.gpus_per_rank * speed.flops)
 
 
 def predict(
@@ -189,7 +220,9 @@ def predict(
 
     Args:
         config: of a Hugging Face model, as for `ModelWork.of`; memory is known for `zorro_verl.memory.LAYERS_KNOWN`.
-        rows: of the whole step; rows are added until they divide, as verl adds them.
+        rows: of the whole step. Short ones are added until ``ranks`` times ``mini_batches`` divides their number. verl
+            adds up to a multiple of its ranks and of the rows of a mini-batch; the two are the same where
+            ``ppo_mini_batch_size`` times ``rollout.n`` is a multiple of the ranks and divides the rows.
         ranks: data-parallel ranks: GPUs over ``sequence_parallel``.
         budget: ``ppo_max_token_len_per_gpu``, tokens of a micro-batch per GPU: packed ones, and in `stock` those of its
             rows.

@@ -23,7 +23,7 @@ class Update(NamedTuple):
 
     name: str  # "update_actor" or "update_critic"
     key: str  # of the role in the config
-    budget_key: str  # of the packed tokens of a micro-batch
+    budget_key: str  # in the config: what bounds the packed tokens of a micro-batch
     mini_batch_size: int  # in prompts
     rollouts: int  # rows of a prompt
     ranks: int  # data-parallel ones
@@ -31,10 +31,10 @@ class Update(NamedTuple):
 
 
 class RatioWarning:
-    """What a trainer asks in every step, and hears of at most once."""
+    """What a trainer asks in every step, and hears of at most once: of its updates, and of its prompts."""
 
     def __init__(self) -> None:
-        self._given = False
+        self._update_given = self._prompts_given = False
 
     @classmethod
     def of(cls, trainer: Any) -> RatioWarning:
@@ -53,12 +53,12 @@ class RatioWarning:
             update: gives how it was cut; asked where there is something to say.
         """
         best = counts.token_ratio_best(epochs)
-        if self._given or counts.token_ratio >= FAR_BELOW * best:
+        if self._update_given or counts.token_ratio >= FAR_BELOW * best:
             return
         repeats = counts.repeats(epochs)
         if repeats.micro_batches == max(repeats) and counts.over_budget:
             return
-        self._given, how = True, update()
+        self._update_given, how = True, update()
         if repeats.placement == max(repeats):
             reason = _misplaced(how, counts.rows_by_prompt(epochs))
         elif repeats.micro_batches == max(repeats):
@@ -89,7 +89,7 @@ class RatioWarning:
             uids: ``(N,)`` which rows were drawn from the same prompt of the data set; None for a row that has reason to
                 differ, such as a later turn.
         """
-        if self._given:
+        if self._prompts_given:
             return
         lens = prompts.prompt_lens.tolist()
         distinct = [rows[0] for rows in rows_by_group(groups) if uids[rows[0]] is not None]
@@ -99,7 +99,7 @@ class RatioWarning:
         packed = sum(lens[rows[0]] for rows in rows_by_group(groups)) + response_tokens
         if packed - lost >= FAR_BELOW * packed:
             return
-        self._given = True
+        self._prompts_given = True
         first, second = torn[0][:2]
         total = sum(lens) + response_tokens
         logger.warning(

@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import zorro_verl
 from zorro_verl.findings import Findings, described
-from zorro_verl.installation import NEEDED, OURS, distribution
+from zorro_verl.installation import NEEDED, OURS, REINSTALL, distribution
 
 GROUP, PLUG_IN = "verl.plugins", "zorro_verl.plugin"
 ENGINES = (("language_model", "DeduplicatedActor"), ("value_model", "DeduplicatedCritic"))
@@ -39,9 +39,9 @@ def examine_plug_in(findings: Findings) -> None:
         findings.fact("plug_in", "registered with veRL", "not examined, see the problems above")
         return
     if _loaded(findings, found):
-        with findings.probing("plug-in"):
+        with findings.probing("plug-in", REINSTALL):
             _examine_signatures(findings)
-        with findings.probing("plug-in"):
+        with findings.probing("plug-in", REINSTALL):
             _examine_registry(findings)
 
 
@@ -85,9 +85,7 @@ def _loaded(findings: Findings, found: Sequence[EntryPoint]) -> bool:
         try:
             importlib.import_module(PLUG_IN)
         except Exception as error:  # verl keeps it to its debug log
-            findings.problem(
-                "plug-in", f"plug-in: expected {PLUG_IN} to load, got {described(error)}; install {OURS} anew"
-            )
+            findings.problem("plug-in", f"plug-in: expected {PLUG_IN} to load, got {described(error)}; {REINSTALL}")
         else:
             findings.problem(
                 "plug-in",
@@ -113,7 +111,7 @@ def _examine_registry(findings: Findings) -> None:
                 findings.problem(
                     "plug-in",
                     f"plug-in: expected verl's registry to have {expected} for ({model_type!r}, {plugin.STRATEGY!r}), "
-                    f"got {answer}; install {OURS} and verl anew, in versions that fit",
+                    f"got {answer}; {REINSTALL}",
                 )
     here = _engine_of(registry, "language_model", plugin.STRATEGY)
     if here != ENGINES[0][1] and not findings.hinders("plug-in"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,8 @@ from enum import Enum
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from zorro_verl.row_keys import is_padding, sample_of
 
 # In order of preference: what was sampled comes before what it was decoded to.
 PROMPT_COLUMNS = ("prompt_ids", "prompt_token_ids", "prompts", "prompt", "input")
@@ -52,9 +53,15 @@ class Row(NamedTuple):
     prompt: array[int]  # int32: token ids, or code points of characters; at least one
     response: array[int]
     step: Step
-    sample: str | None  # the prompt that it is a rollout of, by what the trainer says; see `sample_of`
+    sample: str | None  # the prompt that it is a rollout of, by what the trainer says; see `row_keys.sample_of`
     where: str  # file:line, or file:row of parquet, both from 1
     measure: Measure
+
+
+class Padding(NamedTuple):
+    """A row that veRL added so that a step's rows divide. Its dump shows nothing of it, and it is no rollout."""
+
+    step: Step
 
 
 class Columns(NamedTuple):
@@ -89,7 +96,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
 
 def read_rows(
     files: Sequence[Path], columns: Columns = USUAL, tokenizer: Any = None, progress: Progress | None = None
-) -> Iterator[Row]:
+) -> Iterator[Row | Padding]:
     """The rows of all files in their order; of a file no more than a few hundred are held at a time.
 
     Args:
@@ -101,12 +108,15 @@ def read_rows(
     Raises:
         ValueError: what can't be read, with its file and line; token ids beside text that no tokenizer reads.
     """
-    records: Iterator[_Record] = (record for file in files for record in _records(file, columns))
+    records: Iterator[_Record | Padding] = (record for file in files for record in _records(file, columns))
     if progress is not None:
         records = iter(progress(records, "Reading rollouts", sum(_count(file) for file in files)))
     unit = None
     while chunk := list(islice(records, _CHUNK)):
         for row in _rows(chunk, tokenizer):
+            if isinstance(row, Padding):
+                yield row
+                continue
             unit = unit or row.measure.unit
             if row.measure.unit != unit:
                 raise ValueError(
@@ -116,10 +126,12 @@ def read_rows(
             yield row
 
 
-def rows_of_step(rows: Iterable[Row], number: int | None) -> Iterator[Row]:
+def rows_of_step(rows: Iterable[Row | Padding], number: int | None) -> Iterator[Row]:
     """Those of the step with this number, or of the first row's step; what comes after its file is not read."""
     step = None
     for row in rows:
+        if isinstance(row, Padding):
+            continue
         if step is None and number in (None, row.step.number):
             step = row.step
         if row.step == step:
@@ -129,43 +141,25 @@ def rows_of_step(rows: Iterable[Row], number: int | None) -> Iterator[Row]:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a folder, or of a name on the hub.
+    """The tokenizer of a folder, or of a name on the hub. Code that comes with it is not run.
 
     Raises:
-        ValueError: none is there, or none can be reached.
+        ValueError: none is there, none can be reached, or it takes such code.
     """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from transformers import AutoTokenizer
 
-    from zorro_verl.checkpoint import quiet_loading
+    from zorro_verl.checkpoint import check_reachable, quiet_loading
 
-    config = "tokenizer_config.json"
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        check_reachable(name, "tokenizer_config.json", "--tokenizer", "tokenizer")
     try:
-        # The hub is asked once for what isn't in the cache; the loader would ask for a minute.
-        if not Path(name).expanduser().exists() and not try_to_load_from_cache(name, config):
-            get_hf_file_metadata(hf_hub_url(name, config))
         with quiet_loading():
-            return AutoTokenizer.from_pretrained(Path(name).expanduser() if Path(name).expanduser().exists() else name)
+            # Else it would ask on the terminal whether to run the code, and a script would wait for an answer.
+            return AutoTokenizer.from_pretrained(folder if folder.exists() else name, trust_remote_code=False)
     except Exception as error:  # the reader of tokenizer.json raises no narrower one
         reason = " ".join(str(error).split())
-        raise ValueError(
-            "--tokenizer: expected a folder with a tokenizer, or a name on a hub that can be reached, "
-            f"got {name!r} ({reason:.200})"
-        ) from error
-
-
-def sample_of(uid: Any) -> str | None:
-    """The prompt that a row is a rollout of, by its ``uid``; None where that isn't said.
-
-    veRL's V1 trainer writes ``sample_rollout_output``. A rollout of several turns may have several outputs, and each
-    but the first goes on from the rollout's own turns: its prompt is its own.
-    """
-    if uid is None:
-        return None
-    numbered = re.fullmatch(r"(.+)_\d+_(\d+)", str(uid))
-    if numbered is None:
-        return str(uid)
-    return numbered[1] if int(numbered[2]) == 0 else None
+        raise ValueError(f"--tokenizer: expected one that can be read, got {name!r} ({reason:.200})") from error
 
 
 class _Record(NamedTuple):
@@ -176,18 +170,19 @@ class _Record(NamedTuple):
     responses: list[Any]
 
 
-def _records(file: Path, columns: Columns) -> Iterator[_Record]:
+def _records(file: Path, columns: Columns) -> Iterator[_Record | Padding]:
     for line, record in _parquet(file, columns) if file.suffix == ".parquet" else _jsonl(file):
         where = f"{file}:{line}"
+        number = record["step"] if type(record.get("step")) is int else _number(file)
+        step = Step(str(file), number)
+        if is_padding(record.get("uid")):
+            yield Padding(step)
+            continue
         prompt = _column(record, columns.prompt, PROMPT_COLUMNS, "prompt", where)
         response = _column(record, columns.response, RESPONSE_COLUMNS, "response", where)
-        step = record.get("step")
-        number = step if type(step) is int else _number(file)
         # A list of responses to one prompt, as a generation job writes it, makes as many rows.
         several = isinstance(response, list) and response and isinstance(response[0], str | list)
-        yield _Record(
-            where, Step(str(file), number), sample_of(record.get("uid")), prompt, response if several else [response]
-        )
+        yield _Record(where, step, sample_of(record.get("uid")), prompt, response if several else [response])
 
 
 def _jsonl(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -259,15 +254,19 @@ def _column(record: Mapping[str, Any], name: str | None, usual: Sequence[str], w
     return record[present[0]]
 
 
-def _rows(records: Sequence[_Record], tokenizer: Any) -> Iterator[Row]:
+def _rows(records: Sequence[_Record | Padding], tokenizer: Any) -> Iterator[Row | Padding]:
     ids: dict[str, array[int]] = {}
     if tokenizer is not None:
-        values = (value for record in records for value in (record.prompt, *record.responses))
+        sampled = (record for record in records if isinstance(record, _Record))
+        values = (value for record in sampled for value in (record.prompt, *record.responses))
         texts = list(dict.fromkeys(value for value in values if isinstance(value, str)))
         if texts:  # special tokens were in the prompt already, and are not written a second time
             encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
             ids = {text: array("i", tokens) for text, tokens in zip(texts, encoded, strict=True)}
     for record in records:
+        if isinstance(record, Padding):
+            yield record
+            continue
         prompt, prompt_measure = _values(record.prompt, "prompt", record.where, ids, tokenizer)
         if not prompt:
             raise ValueError(f"{record.where}: expected at least one token in the prompt, got none")

@@ -7,9 +7,11 @@ process, and `zorro_verl.plugin` sets the level of this package's loggers. VERL_
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from transformers import PreTrainedModel
 
+from zorro_verl.estimate import PassCosts
 from zorro_verl.families import text_config
 from zorro_verl.metrics import ShareCounts
 from zorro_verl.mixers import linear_layers, shared_mixer_of, takes_cu_seqlens
@@ -42,13 +44,19 @@ class Summary:
     def __init__(self) -> None:
         self._given = False
 
-    def give(self, counts: ShareCounts, epochs: int, update: str) -> None:
+    @classmethod
+    def of(cls, trainer: Any) -> Summary:
+        """The one of a trainer, which keeps it."""
+        return vars(trainer).setdefault("zorro_summary", cls())
+
+    def give(self, counts: ShareCounts, epochs: int, update: str, costs: PassCosts) -> None:
         """Log it, if it has not been.
 
         Args:
             counts: of the whole update.
             epochs: passes over the rows in it.
             update: "update_actor" or "update_critic".
+            costs: of it, as `zorro_verl.prediction` takes them.
         """
         if self._given:
             return
@@ -56,7 +64,7 @@ class Summary:
         rows = counts.rows_by_prompt(epochs)
         logger.info(
             "strategy=zorro, first %s: %s prompts in %s rows%s; %s tokens of rows, %s through the model: %.2f times "
-            "fewer, of %.2f that the batch allows. Predicted speed-up of %s: at most %.2f, by its multiply-adds. %s.",
+            "fewer, of %.2f that the batch allows. Predicted speed-up of %s over fsdp2: %.2f, by multiply-adds. %s.",
             update,
             f"{len(rows):,}",
             f"{sum(rows):,}",
@@ -66,6 +74,6 @@ class Summary:
             counts.token_ratio,
             counts.token_ratio_best(epochs),
             update,
-            counts.flop_ratio,
+            counts.speed_up(costs),
             counts.shared,
         )

@@ -20,13 +20,12 @@ from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+from zorro_verl.estimate import PassCosts, update_costs
 from zorro_verl.metrics import ShareCounts
-from zorro_verl.micro_batches import token_budget
 from zorro_verl.placement import balance_batch, data_parallel_ranks, legacy_balance_batch
 from zorro_verl.ratio_warning import RatioWarning, Update
 from zorro_verl.summary import Summary
 from zorro_verl.throughput import executed_throughput, let_wait
-from zorro_verl.value_models import in_critic_keys
 from zorro_verl.wrapping import wrap_once
 
 
@@ -117,8 +116,8 @@ def _legacy_update_actor(original: Callable, self: Any, batch: Any) -> Any:
 
 def _actor_metrics(trainer: Any, report: _Report, placed: bool) -> dict[str, float]:
     """Of an update; what is to be said of it is said."""
-    epochs = trainer.config.actor_rollout_ref.actor.ppo_epochs
-    _say(trainer, report.counts, epochs, "update_actor", functools.partial(_actor_cut, trainer, placed))
+    epochs, costs = trainer.config.actor_rollout_ref.actor.ppo_epochs, _actor_costs(trainer.config.actor_rollout_ref)
+    _say(trainer, report.counts, epochs, costs, "update_actor", functools.partial(_actor_cut, trainer, placed))
     return report.training_metrics(epochs)
 
 
@@ -126,45 +125,62 @@ def _update_critic(original: Callable, self: Any, batch: Any, metrics: dict) -> 
     with _reports(*_critic_update(self)) as reports:
         batch = original(self, batch, metrics)
     for report in reports:
-        metrics.update(_critic_metrics(self, report, placed=True))
+        metrics.update(_critic_metrics(self, report, "+critic.ppo_infer_max_token_len_per_gpu", placed=True))
     return batch
 
 
 def _legacy_update_critic(original: Callable, self: Any, batch: Any) -> Any:
     with _reports(*_critic_update(self)) as reports:
         output = original(self, batch)
+    budget_key, placed = "critic.ppo_max_token_len_per_gpu", self.config.trainer.balance_batch
     for report in reports:
-        let_wait(batch, _critic_metrics(self, report, placed=self.config.trainer.balance_batch))
+        let_wait(batch, _critic_metrics(self, report, budget_key, placed))
     return output
 
 
-def _critic_metrics(trainer: Any, report: _Report, placed: bool) -> dict[str, float]:
-    """With the best ratio, which no other call gives while a critic warms up, and where it alone shares."""
+def _critic_metrics(trainer: Any, report: _Report, budget_key: str, placed: bool) -> dict[str, float]:
+    """With the best ratio, which no other call gives while a critic warms up, and where it alone shares.
+
+    Args:
+        budget_key: the critic's token budget in updates; each of verl's trainers reads another.
+        placed: whether rows were placed by group.
+    """
     epochs = trainer.config.critic.ppo_epochs
     if trainer.config.actor_rollout_ref.actor.strategy != "zorro":
-        update = functools.partial(_critic_cut, trainer, placed)
-        _say(trainer, report.counts, epochs, "update_critic", update)
+        costs = update_costs(trainer.config.critic.model.enable_gradient_checkpointing)
+        update = functools.partial(_critic_cut, trainer, budget_key, placed)
+        _say(trainer, report.counts, epochs, costs, "update_critic", update)
     return report.call_metrics("critic") | report.best(epochs)
 
 
-def _say(trainer: Any, counts: ShareCounts, epochs: int, name: str, update: Callable[[], Update]) -> None:
-    vars(trainer).setdefault("zorro_summary", Summary()).give(counts, epochs, name)
+def _say(
+    trainer: Any, counts: ShareCounts, epochs: int, costs: PassCosts, name: str, update: Callable[[], Update]
+) -> None:
+    Summary.of(trainer).give(counts, epochs, name, costs)
     RatioWarning.of(trainer).check(counts, epochs, update)
 
 
+def _actor_costs(config: Any) -> PassCosts:
+    """Of an update; ``config`` is a run's ``actor_rollout_ref``."""
+    options = config.actor.get("zorro") or {}
+    logits = "memory" if config.model.use_fused_kernels else options.get("logits_optimization", "none")
+    return update_costs(config.model.enable_gradient_checkpointing, logits)
+
+
 def _actor_cut(trainer: Any, placed: bool) -> Update:
-    config = trainer.config.actor_rollout_ref
-    _, budget_key = token_budget(config.actor.use_dynamic_bsz, 1, 1, 1)
+    config, key = trainer.config.actor_rollout_ref, "actor_rollout_ref.actor"
+    budget = "ppo_max_token_len_per_gpu" if config.actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
     ranks = data_parallel_ranks(trainer.actor_rollout_wg, "actor")
     sizes = config.actor.ppo_mini_batch_size, config.rollout.n, ranks
-    return Update("update_actor", "actor_rollout_ref.actor", budget_key, *sizes, placed)
+    return Update("update_actor", key, f"{key}.{budget}", *sizes, placed)
 
 
-def _critic_cut(trainer: Any, placed: bool) -> Update:
+def _critic_cut(trainer: Any, budget_key: str, placed: bool) -> Update:
     config, rollouts = trainer.config.critic, trainer.config.actor_rollout_ref.rollout.n
-    _, budget_key = token_budget(config.use_dynamic_bsz, 1, 1, 1)
+    if not config.fsdp.get("use_dynamic_bsz", True):
+        budget_key = "+critic.fsdp.micro_batch_size_per_gpu"
     sizes = config.ppo_mini_batch_size, rollouts, data_parallel_ranks(trainer.critic_wg, "train")
-    return Update("update_critic", "critic", in_critic_keys(budget_key), *sizes, placed)
+    return Update("update_critic", "critic", budget_key, *sizes, placed)
 
 
 def _reporting(name: str, call: Callable[[Any], tuple[Any, str]]) -> Callable:

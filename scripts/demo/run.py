@@ -27,7 +27,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     option = parser.add_argument
     option("--steps", type=int, default=variables.get("STEPS", "20"), help="training steps; also STEPS=")
-    option("--out", type=Path, default=variables.get("DEMO_OUT", REPOSITORY / "demo-out"), help="also DEMO_OUT=")
+    option("--out", type=Path, default=variables.get("DEMO_OUT") or REPOSITORY / "demo-out", help="also DEMO_OUT=")
     option("--no-baseline", action="store_true", default=variables.get("BASELINE") == "0", help="also BASELINE=0")
     options = parser.parse_args(arguments)
     if options.steps < 1:

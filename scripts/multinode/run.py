@@ -113,7 +113,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     option = parser.add_argument
     option("--steps", type=int, default=variables.get("STEPS", "4"), help="training steps; also STEPS=")
-    option("--out", type=Path, default=variables.get("DEMO_OUT", REPOSITORY / "demo-out"), help="also DEMO_OUT=")
+    option("--out", type=Path, default=variables.get("DEMO_OUT") or REPOSITORY / "demo-out", help="also DEMO_OUT=")
     option("--ranks", type=int, default=1, help="of each node; from 2 on, rows are sliced over two of them")
     option("--no-kill", action="store_true", help="train to the end undisturbed")
     options = parser.parse_args(arguments)

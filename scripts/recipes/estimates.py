@@ -18,14 +18,15 @@ from typing import NamedTuple
 import recipe as recipes
 from omegaconf import DictConfig
 
-from zorro_verl.estimate import Batch, ModelSize, pass_seconds, shard_memory
+from zorro_verl.estimate import ModelSize, shard_memory
 from zorro_verl.known_models import config_of
 from zorro_verl.memory import activation_memory
+from zorro_verl.planning import GB, GIB, Question
+from zorro_verl.prediction import Speed, predict
 
 PAGE = recipes.RECIPES.parent / "docs" / "recipes.md"
 BEGIN, END = "<!-- estimates, written by scripts/recipes/estimates.py -->", "<!-- end of the estimates -->"
-PEAK_FLOPS, UTILISATION = 989e12, 0.4  # of an H100 or H200 in bfloat16, and what of it training is assumed to reach
-GIB = 2**30
+SPEED = Speed(peak_tflops=989, utilisation=0.4)  # of an H100 or H200 in bfloat16, and what training reaches of it
 _GPU = re.compile(r"(\d+) GB\b")
 
 
@@ -35,6 +36,7 @@ class Role(NamedTuple):
     model: str
     sequence_parallel: int
     budget: int  # packed tokens of a micro-batch, per GPU
+    mini_batch: int  # prompts of an optimizer step
     is_critic: bool
     keeps_weights: bool  # on the GPU while others use it, and likewise
     keeps_optimizer: bool
@@ -43,10 +45,8 @@ class Role(NamedTuple):
 class Estimate(NamedTuple):
     """What a recipe takes; seconds are of one step, bytes of one GPU."""
 
-    batch: Batch
-    gpus: int  # that train
+    question: Question  # of the actor
     rollout_gpus: int  # that only sample
-    gpu_bytes: float
     stock_seconds: float
     shared_seconds: float
     state: int
@@ -63,6 +63,7 @@ def roles_of(config: DictConfig) -> list[Role]:
             config.actor_rollout_ref.model.path,
             actor.ulysses_sequence_parallel_size,
             actor.ppo_max_token_len_per_gpu,
+            actor.ppo_mini_batch_size,
             False,
             not actor.fsdp_config.param_offload,
             not actor.fsdp_config.optimizer_offload,
@@ -74,6 +75,7 @@ def roles_of(config: DictConfig) -> list[Role]:
                 critic.model.path,
                 critic.fsdp.ulysses_sequence_parallel_size,
                 critic.ppo_infer_max_token_len_per_gpu,
+                critic.ppo_mini_batch_size,
                 True,
                 not critic.fsdp.param_offload,
                 not critic.fsdp.optimizer_offload,
@@ -91,29 +93,44 @@ def estimate(recipe: Path) -> Estimate:
     config, stated = recipes.composed(recipe), _GPU.search(recipe.read_text())
     if stated is None:
         raise ValueError(f"{recipe}: expected the memory of a GPU in its head, such as '80 GB', got none")
-    gpu_bytes, gpus = int(stated[1]) * 1e9, config.trainer.nnodes * config.trainer.n_gpus_per_node
-    rollout = config.actor_rollout_ref.rollout
-    batch = Batch(
-        config.data.train_batch_size, rollout.n, config.data.max_prompt_length, config.data.max_response_length
+    rollout, roles = config.actor_rollout_ref.rollout, roles_of(config)
+    question = Question(
+        prompt=config.data.max_prompt_length,
+        response=config.data.max_response_length,
+        n=rollout.n,
+        prompts=config.data.train_batch_size,
+        gpus=config.trainer.nnodes * config.trainer.n_gpus_per_node,
+        hbm=int(stated[1]) * GB,
+        sequence_parallel=roles[0].sequence_parallel,
+        logits_optimization="memory",
+        mini_batch=roles[0].mini_batch,
     )
     reference = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
     stock = shared = 0.0
     training, resident = [], []
-    for role in roles_of(config):
-        model = config_of(role.model)
-        options = {"peak_flops": PEAK_FLOPS, "utilisation": UTILISATION, "logits_optimization": "memory"}
-        options |= {"head_features": 1} if role.is_critic else {}
+    for role in roles:
+        model, head_features = config_of(role.model), 1 if role.is_critic else None
+        options = {"checkpointing": True, "logits_optimization": "memory"}
+        options |= {"sequence_parallel": role.sequence_parallel}
         forwards = 2 if reference and not role.is_critic else 1
-        seconds = [pass_seconds(model, batch, gpus, shared=s, **options) for s in (False, True)]
-        stock, shared = (
-            total + forwards * s.forward + s.update for total, s in zip((stock, shared), seconds, strict=True)
+        predicted = predict(
+            model,
+            question.lengths,
+            ranks=question.gpus // role.sequence_parallel,
+            budget=role.budget,
+            mini_batches=question.prompts // role.mini_batch,
+            head_features=head_features,
+            ask_verl=False,
+            **options,
         )
-        shards = shard_memory(ModelSize.of(model, options.get("head_features")), gpus)
+        stock, shared = (
+            total + forwards * predicted.seconds(way.log_prob, SPEED) + predicted.seconds(way.update, SPEED)
+            for total, way in zip((stock, shared), (predicted.stock, predicted.group_placed), strict=True)
+        )
+        shards = shard_memory(ModelSize.of(model, head_features), question.gpus)
         tokens = role.budget * role.sequence_parallel
-        responses = round(tokens * batch.rollouts * batch.response_tokens / batch.group_tokens)
-        scored = {"checkpointing": True, "logits_optimization": "memory"}
-        scored |= {"sequence_parallel": role.sequence_parallel}
-        activations = activation_memory(model, tokens, responses, **scored).peak
+        responses = round(tokens * question.n * question.response / question.group_tokens)
+        activations = activation_memory(model, tokens, responses, **options).peak
         training.append((shards.weights + shards.gradients + shards.optimizer, shards.gathered, activations))
         resident.append(shards.weights * role.keeps_weights + shards.optimizer * role.keeps_optimizer)
     # One model trains at a time, beside what the others leave there.
@@ -123,20 +140,20 @@ def estimate(recipe: Path) -> Estimate:
     )
     separate = config.trainer.v1.trainer_mode == "separate_async"
     rollout_gpus = rollout.nnodes * rollout.n_gpus_per_node if separate else 0
-    sampling = rollout.gpu_memory_utilization * gpu_bytes + others
-    return Estimate(batch, gpus, rollout_gpus, gpu_bytes, stock, shared, state, gathered, activations, sampling)
+    sampling = rollout.gpu_memory_utilization * question.hbm + others
+    return Estimate(question, rollout_gpus, stock, shared, state, gathered, activations, sampling)
 
 
 def row(recipe: Path) -> str:
     e = estimate(recipe)
-    b = e.batch
+    q = e.question
     total = e.state + e.gathered + e.activations
     memory = " + ".join(f"{part / GIB:.0f}" for part in (e.state, e.gathered, e.activations))
     cells = (
         f"[`{recipe.stem}`](../recipes/{recipe.name})",
-        f"{e.gpus}{f' + {e.rollout_gpus}' if e.rollout_gpus else ''} x {e.gpu_bytes / 1e9:.0f} GB",
-        f"{b.prompts} x {b.rollouts}, {b.prompt_tokens} + {b.response_tokens}",
-        f"{b.token_ratio:.2f}",
+        f"{q.gpus}{f' + {e.rollout_gpus}' if e.rollout_gpus else ''} x {q.hbm / GB:.0f} GB",
+        f"{q.prompts} x {q.n}, {q.prompt} + {q.response}",
+        f"{q.lengths.token_ratio:.2f}",
         f"{e.stock_seconds:.0f} -> {e.shared_seconds:.0f} s",
         f"{e.stock_seconds / e.shared_seconds:.2f}",
         f"{memory} = {total / GIB:.0f} GiB",

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from math import floor, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from zorro_verl.commands.dumps import Plot, PromptColumn, ResponseColumn, Tokenizer, check_at_least_one
 from zorro_verl.commands.terminal import Json, errors_in_one_line, make_console, make_table, print_json, show_progress
 
 if TYPE_CHECKING:  # `zorro-verl --help` does without torch
     from array import array
     from collections.abc import Callable
 
-    from zorro_verl.analysis import Outlook, Quantiles, Statistics
+    from zorro_verl.analysis import Outlook, Quantiles, Setup, Statistics
 
-_GIB, _MIB = 2**30, 2**20
+_GIB = 2**30
 
 
 def analyze(
@@ -26,37 +28,37 @@ def analyze(
             metavar="FILE", help="Dumps (.jsonl, .parquet) or folders of them, as trainer.rollout_data_dir."
         ),
     ],
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Tokenizer of the model, a folder or a name on the hub, for text."),
-    ] = None,
-    prompt_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Column of prompts; by default the usual names.")
-    ] = None,
-    response_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Column of responses; by default the usual names.")
-    ] = None,
+    tokenizer: Tokenizer = None,
+    prompt_column: PromptColumn = None,
+    response_column: ResponseColumn = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="CONFIG", help="Predict speed-up and memory for this model: a folder or a name."),
+        typer.Option(
+            metavar="MODEL",
+            help="Predict speed-up and memory for this model: a checkpoint folder, a config.json, or a name.",
+        ),
     ] = None,
     dp: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Data-parallel ranks of the prediction; 1 by default.", show_default=False
-        ),
+        int | None, typer.Option(metavar="N", help="Data-parallel ranks of the prediction; 1 by default.")
     ] = None,
     budget: Annotated[
         int | None,
         typer.Option(
             metavar="TOKENS",
-            min=1,
             help="ppo_max_token_len_per_gpu of the prediction; by default what holds the largest group.",
         ),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw lengths, ratios and predicted times.")
+    mini_batch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PROMPTS", help="ppo_mini_batch_size of the prediction; by default all prompts of a step."
+        ),
     ] = None,
+    logits_optimization: Annotated[
+        str | None,
+        typer.Option(metavar="MODE", help="Of the prediction: none, compute or memory; none by default."),
+    ] = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Say what sharing saves on rollouts: groups, lengths, token ratio, and what prompts have in common beyond that.
@@ -65,25 +67,41 @@ def analyze(
     Text is measured in characters unless --tokenizer is given. Nothing is run on a model.
     """
     with errors_in_one_line("analyze"):
+        check_at_least_one(dp=dp, budget=budget, mini_batch=mini_batch)
         from zorro_verl.analysis import collect_steps, foresee, summarize
         from zorro_verl.charts import chart_statistics, check_plot, save
         from zorro_verl.rollouts import Columns, find_files, load_tokenizer, read_rows
 
         check_plot(plot)
-        if model is None and (dp is not None or budget is not None):
-            raise ValueError("--dp, --budget: expected --model as well, for which they predict, got none")
+        setup = _setup(model, dp, budget, mini_batch, logits_optimization)
         found = find_files(files)
         config = _config(model)
         reader = load_tokenizer(tokenizer) if tokenizer is not None else None
         rows = read_rows(found, Columns(prompt_column, response_column), reader, show_progress)
         statistics = summarize(collect_steps(rows))
-        outlook = None if config is None else foresee(config, statistics, dp or 1, budget, show_progress)
+        outlook = None if config is None else foresee(config, statistics, setup, show_progress)
         if plot is not None:
             save(chart_statistics(statistics, outlook), plot)
         if as_json:
             print_json(record(statistics, outlook))
         else:
             show(statistics, outlook, reader)
+
+
+def _setup(
+    model: str | None, dp: int | None, budget: int | None, mini_batch: int | None, logits_optimization: str | None
+) -> Setup:
+    from zorro_verl.analysis import Setup
+    from zorro_verl.log_probs import LOGITS_OPTIMIZATIONS
+
+    asked = {"--dp": dp, "--budget": budget, "--mini-batch": mini_batch, "--logits-optimization": logits_optimization}
+    given = [name for name, value in asked.items() if value is not None]
+    if model is None and given:
+        raise ValueError(f"{', '.join(given)}: expected --model as well, whose prediction it changes, got none")
+    mode = logits_optimization or "none"
+    if mode not in LOGITS_OPTIMIZATIONS:
+        raise ValueError(f"--logits-optimization: expected {' or '.join(LOGITS_OPTIMIZATIONS)}, got {mode!r}")
+    return Setup(dp or 1, budget, mini_batch, mode)
 
 
 def _config(model: str | None) -> Any:
@@ -95,13 +113,14 @@ def _config(model: str | None) -> Any:
 
 
 def record(statistics: Statistics, outlook: Outlook | None) -> dict[str, Any]:
-    """What is shown, for a program; lengths in ``unit``, memory in bytes."""
+    """What is shown, for a program; lengths and positions in ``unit``, memory in bytes."""
     difference = statistics.difference
     return {
         "unit": statistics.unit,
         "read_from": sorted(measure.value for measure in statistics.measures),
         "rows": statistics.num_rows,
         "prompts": statistics.num_prompts,
+        "padding_rows": statistics.padding,
         "group_sizes": {str(share.size): share.groups for share in statistics.sizes},
         "prompt_length": statistics.prompt_quantiles._asdict(),
         "response_length": statistics.response_quantiles._asdict(),
@@ -120,7 +139,7 @@ def record(statistics: Statistics, outlook: Outlook | None) -> dict[str, Any]:
         else {
             "sample": difference.sample,
             "rows": [difference.one, difference.other],
-            "position": difference.position,
+            "position_from_1": difference.position,
         },
         "steps": [
             {
@@ -137,8 +156,15 @@ def record(statistics: Statistics, outlook: Outlook | None) -> dict[str, Any]:
         "prediction": None
         if outlook is None
         else {
-            "ranks": outlook.ranks,
-            "ppo_max_token_len_per_gpu": outlook.budget,
+            "ranks": outlook.setup.ranks,
+            "ppo_max_token_len_per_gpu": outlook.setup.budget,
+            "assumes": {
+                "dtype": outlook.setup.dtype,
+                "enable_gradient_checkpointing": outlook.setup.checkpointing,
+                "logits_optimization": outlook.setup.logits_optimization,
+                "ppo_mini_batch_size": outlook.setup.mini_batch,
+                "ulysses_sequence_parallel_size": outlook.setup.sequence_parallel,
+            },
             "ways": [way._asdict() for way in outlook.ways],
             "notes": list(outlook.notes),
         },
@@ -189,28 +215,33 @@ def _show_outlook(outlook: Outlook) -> None:
     from zorro_verl.charts import WAYS
 
     console = make_console()
+    ranks, budget = outlook.setup.ranks, outlook.setup.budget
     console.print(
-        f"  predicted on {outlook.ranks} data-parallel rank(s), ppo_max_token_len_per_gpu={outlook.budget}, "
+        f"  predicted on {ranks:,} data-parallel rank{'s' * (ranks > 1)}, ppo_max_token_len_per_gpu={budget}, "
         "log_prob / update:\n    speed-up as floating-point work bounds it, memory of the largest micro-batch"
     )
-    sizes = [size for way in outlook.ways for size in (way.log_prob_memory, way.update_memory) if size is not None]
-    unit = "GiB" if max(sizes, default=0) >= _GIB else "MiB"
-    table = make_table("", ">token ratio", ">speed-up", f">memory, {unit}", ">groups cut")
+    table = make_table("", ">token ratio", ">speed-up", ">memory, GiB", ">groups cut")
     for way in outlook.ways:
         table.add_row(
             WAYS[way.name],
             f"{way.log_prob_token_ratio:.2f} / {way.update_token_ratio:.2f}",
-            _pair(way.log_prob_speedup, way.update_speedup),
-            _pair(*(m and m / (_GIB if unit == "GiB" else _MIB) for m in (way.log_prob_memory, way.update_memory))),
+            _pair(way.log_prob_speedup, way.update_speedup, "{:.2f}".format),
+            _pair(way.log_prob_memory, way.update_memory, lambda size: _three_digits(size / _GIB)),
             "" if way.name == "stock" else f"{way.groups_cut:,}",
         )
     console.print(table)
+    console.print(f"  Assumed: {outlook.setup}.")
     for note in outlook.notes:
         console.print(f"  Note: {escape(note)}")
 
 
-def _pair(log_prob: float | None, update: float | None) -> str:
-    return "" if log_prob is None or update is None else f"{log_prob:.2f} / {update:.2f}"
+def _pair(log_prob: float | None, update: float | None, text: Callable[[float], str]) -> str:
+    return "" if log_prob is None or update is None else f"{text(log_prob)} / {text(update)}"
+
+
+def _three_digits(number: float) -> str:
+    """A positive number with three significant digits, and without an exponent."""
+    return f"{number:,.{max(0, 2 - floor(log10(number)))}f}"
 
 
 def warnings(statistics: Statistics, tokenizer: Any) -> list[str]:
@@ -220,11 +251,12 @@ def warnings(statistics: Statistics, tokenizer: Any) -> list[str]:
         return []
     text = _reader(statistics, tokenizer)
     one, other = text(difference.one_has), text(difference.other_has)
+    samples = statistics.samples_differing
     return [
-        f"{statistics.samples_differing:,} sample(s) have rows with different prompts, which do not share. "
-        f"{difference.one} and {difference.other} are of one sample, and first differ at {statistics.unit[:-1]} "
-        f"{difference.position}: {one!r} and {other!r}. This is often a date or a random id in the prompt's template; "
-        f"without it, {statistics.sample_overlap:,} {statistics.unit} and more would be shared."
+        f"{'1 sample has' if samples == 1 else f'{samples:,} samples have'} rows with different prompts, which do not "
+        f"share. {difference.one} and {difference.other} are of one sample, and differ from {statistics.unit[:-1]} "
+        f"{difference.position} on: {one!r} and {other!r}. This is often a date or a random id in the prompt's "
+        f"template; without it, {statistics.sample_overlap:,} {statistics.unit} and more would be shared."
     ]
 
 
@@ -239,6 +271,9 @@ def notes(statistics: Statistics) -> list[str]:
     from zorro_verl.rollouts import Measure
 
     found = []
+    if statistics.padding:
+        rows = "1 row is" if statistics.padding == 1 else f"{statistics.padding:,} rows are"
+        found.append(f"{rows} left out, which veRL added so that a step's rows divide: nobody sampled them.")
     if Measure.CHARACTERS in statistics.measures:
         found.append(
             "lengths are in characters, as text without --tokenizer has no tokens; ratios in tokens are similar, "

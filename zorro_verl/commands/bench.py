@@ -38,12 +38,17 @@ def bench(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="A checkpoint folder, or a name on the hub; by default a small Qwen3 with random weights.",
+            help="A checkpoint folder, or a name on the hub, or what --random-weights allows; by default a small Qwen3 "
+            "with random weights.",
             show_default=False,
         ),
     ] = None,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Take the model's config alone, not its weights.")
+        bool,
+        typer.Option(
+            "--random-weights",
+            help="Take the config of MODEL alone: a name such as Qwen3-32B, a checkpoint folder or a config.json.",
+        ),
     ] = False,
     layers: Annotated[
         int | None,
@@ -92,7 +97,7 @@ def bench(
     with errors_in_one_line("bench"):
         check_device_name(device)
         if model is not None:
-            local_folder(model)
+            local_folder(model.removesuffix("config.json") if random_weights else model)
 
         from zorro_verl import benchmark
         from zorro_verl.measuring import Effort, Shape, environment, hardware

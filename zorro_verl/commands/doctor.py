@@ -22,7 +22,8 @@ def doctor(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Look at a model, too: a folder with a config.json, or a name on the hub. Weights are not read.",
+            help="Look at a model, too: a name such as Qwen3-32B, a checkpoint folder or a config.json. "
+            "Weights are not read.",
             show_default=False,
         ),
     ] = None,
@@ -36,7 +37,7 @@ def doctor(
     """
     with errors_in_one_line("doctor"):
         if model is not None:
-            local_folder(model)
+            local_folder(model.removesuffix("config.json"))
 
         from zorro_verl.doctor import examine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,36 +13,36 @@ from zorro_verl.commands.terminal import Json, errors_in_one_line, make_console,
 
 if TYPE_CHECKING:  # `zorro-verl --help` does without torch
     from zorro_verl.planning import Plan
-    from zorro_verl.prediction import Way
-
-_TERA = 1e12
-
-
-class LogitsOptimization(str, Enum):
-    """How the head's logits are kept."""
-
-    none = "none"
-    compute = "compute"
-    memory = "memory"
+    from zorro_verl.prediction import Speed, Way
 
 
 def plan(
     model: Annotated[
-        str, typer.Option(metavar="NAME", help="A name such as Qwen3-32B, a checkpoint folder or a config.json.")
+        str, typer.Option(metavar="MODEL", help="A name such as Qwen3-32B, a checkpoint folder or a config.json.")
     ],
     prompt: Annotated[int, typer.Option(metavar="TOKENS", help="Length of a prompt.")],
     response: Annotated[int, typer.Option(metavar="TOKENS", help="Length of a response, the mean where they vary.")],
     n: Annotated[int, typer.Option("--n", metavar="N", help="Responses to a prompt, rollout.n.")] = 8,
-    prompts: Annotated[int, typer.Option(metavar="N", help="Prompts of a step, data.train_batch_size.")] = 256,
+    prompts: Annotated[int, typer.Option(metavar="PROMPTS", help="Those of a step, data.train_batch_size.")] = 256,
+    mini_batch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PROMPTS",
+            help="Those of an optimizer step, ppo_mini_batch_size; by default all of a step.",
+            show_default=False,
+        ),
+    ] = None,
     gpus: Annotated[int, typer.Option(metavar="N", help="GPUs that train.")] = 8,
-    hbm: Annotated[float, typer.Option(metavar="GB", help="Memory of a GPU as its data sheet says, 10^9 bytes.")] = 80,
+    hbm: Annotated[
+        float, typer.Option(metavar="GB", help="Memory of a GPU as its data sheet says, taken as 10^9 bytes each.")
+    ] = 80,
     sequence_parallel: Annotated[
         int, typer.Option(metavar="N", help="GPUs that a row is spread over, ulysses_sequence_parallel_size.")
     ] = 1,
     logits_optimization: Annotated[
-        LogitsOptimization,
+        str,
         typer.Option(metavar="MODE", help="none keeps all logits of responses, compute and memory work in chunks."),
-    ] = LogitsOptimization.none,
+    ] = "none",
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing/--no-checkpointing", help="Recompute layers in the backward.")
     ] = True,
@@ -61,14 +61,11 @@ def plan(
     of the passes through the model, over veRL's own engine (fsdp2); sampling takes as long with either.
     """
     with errors_in_one_line("plan"):
-        if peak_tflops <= 0 or not 0 < utilisation <= 1:
-            raise ValueError(
-                "peak_tflops, utilisation: expected a number above 0 and a share of at most 1, got "
-                f"{peak_tflops:g} and {utilisation:g}"
-            )
         from zorro_verl.known_models import config_of
         from zorro_verl.planning import GB, Plan, Question
+        from zorro_verl.prediction import Speed
 
+        speed = Speed(peak_tflops, utilisation)
         question = Question(
             prompt,
             response,
@@ -77,28 +74,31 @@ def plan(
             gpus,
             hbm * GB,
             sequence_parallel,
-            logits_optimization.value,
+            logits_optimization,
             checkpointing,
             offload,
+            mini_batch,
         )
         answer = Plan(config_of(model), question)
         if as_json:
-            print_json(record(model, answer, peak_tflops * _TERA, utilisation))
+            print_json(record(model, answer, speed))
         else:
-            show(model, answer, peak_tflops * _TERA, utilisation)
+            show(model, answer, speed)
 
 
-def record(model: str, answer: Plan, peak_flops: float, utilisation: float) -> dict[str, Any]:
+def record(model: str, answer: Plan, speed: Speed) -> dict[str, Any]:
     """What is shown, for a program; memory in bytes of one GPU."""
-    from zorro_verl.advice import cautions, objections, overrides
+    from zorro_verl.advice import cautions, misfits, objections, overrides, pays
 
     prediction, whole = answer.prediction, answer.speedup_of_whole_groups
     ways = {"fsdp2": answer.stock, "zorro": answer.shared}
     return {
         "model": model,
         "question": vars(answer.question),
-        "pays": not objections(answer),
+        "pays": pays(answer),
         "objections": objections(answer),
+        "fits": None if answer.no_memory is not None else not misfits(answer),
+        "misfits": misfits(answer),
         "cautions": cautions(answer),
         "token_ratio": prediction.token_ratio(answer.shared)._asdict(),
         "token_ratio_best": prediction.rows.token_ratio,
@@ -111,10 +111,13 @@ def record(model: str, answer: Plan, peak_flops: float, utilisation: float) -> d
         "memory": memory(answer),
         "largest_budgets": answer.largest and answer.largest._asdict(),
         "budgets": answer.budgets and answer.budgets._asdict(),
+        "remedy": None if answer.remedy is None else answer.question.changes(answer.remedy),
         "seconds": {
-            name: {call: prediction.seconds(one, peak_flops, utilisation) for call, one in way._asdict().items()}
+            name: {call: prediction.seconds(one, speed) for call, one in way._asdict().items()}
             for name, way in ways.items()
         },
+        "peak_tflops": speed.peak_tflops,
+        "utilisation": speed.utilisation,
         "overrides": overrides(answer),
     }
 
@@ -129,6 +132,9 @@ def memory(answer: Plan) -> dict[str, Any] | None:
         "micro_batch": micro_batch(answer.shared, answer),
         "micro_batch_fsdp2_at_least": micro_batch(answer.stock, answer),
         "resident_while_sampling": answer.resident,
+        "rollout_share": answer.rollout_share,
+        "gpus_needed": answer.gpus_needed,
+        "gpus_suggested": answer.gpus_suggested,
     }
 
 
@@ -139,45 +145,46 @@ def micro_batch(way: Way, answer: Plan) -> dict[str, int | None] | None:
     return {call: one.memory for call, one in way._asdict().items()}
 
 
-def show(model: str, answer: Plan, peak_flops: float, utilisation: float) -> None:
+def show(model: str, answer: Plan, speed: Speed) -> None:
     """The plan for a person, on standard output."""
-    from zorro_verl.advice import cautions, objections, overrides
-    from zorro_verl.planning import GB
+    from zorro_verl.advice import cautions, counted, misfits, objections, overrides, pays
+    from zorro_verl.planning import GB, GIB
 
     console, question = make_console(), answer.question
     console.print(
-        f"[bold]{escape(model)}[/bold] on {question.gpus} GPUs of {question.hbm / GB:g} GB; a step has "
-        f"{question.prompts} prompts x {question.n} responses of {question.prompt} + {question.response} tokens."
+        f"[bold]{escape(model)}[/bold] on {counted(question.gpus, 'GPU')} of {question.hbm / GB:g} GB = "
+        f"{question.hbm / GIB:.1f} GiB; a step has {counted(question.prompts, 'prompt')} x "
+        f"{counted(question.n, 'response')} of {question.prompt} + {question.response} tokens."
     )
-    against = objections(answer)
-    if not against:
+    if pays(answer):
         console.print(
             f"[bold green]It pays[/bold green]: compute_log_prob up to {answer.speedup.log_prob:.2f} times faster, "
             f"update_actor {answer.speedup.update:.2f} times, than with strategy=fsdp2."
         )
-    for sentence in against:
+    for sentence in objections(answer) + misfits(answer):
         console.print(f"[bold yellow]{escape(sentence)}[/bold yellow]")
     for sentence in cautions(answer):
         console.print(f"[yellow]But:[/yellow] {escape(sentence)}")
-    show_speedup(console, answer, peak_flops, utilisation)
+    show_speedup(console, answer, speed)
     show_memory(console, answer)
     if answer.no_memory is not None or answer.budgets is not None:
         console.print("Settings for veRL:")
-        console.print(" \\\n".join(f"  {line}" for line in wrap(overrides(answer))), soft_wrap=True)
+        lines = textwrap.wrap(" ".join(overrides(answer)), 100, break_long_words=False, break_on_hyphens=False)
+        console.print(" \\\n".join(f"  {line}" for line in lines), soft_wrap=True)
     console.print(
-        f"Estimates, not measured. Seconds are operations at {utilisation:.0%} of {peak_flops / _TERA:g} TFLOP/s, with "
-        "nothing lost to communication. Rows are taken to be all of one length: of those that vary, a longer group can "
-        "be cut."
+        f"Estimates, not measured. Seconds are operations at {speed.utilisation:.0%} of {speed.peak_tflops:g} TFLOP/s, "
+        "with nothing lost to communication. Rows are taken to be all of one length: of those that vary, a longer "
+        "group can be cut."
     )
 
 
-def show_speedup(console: Console, answer: Plan, peak_flops: float, utilisation: float) -> None:
+def show_speedup(console: Console, answer: Plan, speed: Speed) -> None:
     """A line for each pass."""
     prediction = answer.prediction
     table = make_table("fsdp2 -> zorro", ">tokens of a step", ">ratio", ">seconds", ">speed-up")
     for call, speedup in answer.speedup._asdict().items():
         ways = getattr(answer.stock, call), getattr(answer.shared, call)
-        seconds = (prediction.seconds(one, peak_flops, utilisation) for one in ways)
+        seconds = (prediction.seconds(one, speed) for one in ways)
         table.add_row(
             {"log_prob": "compute_log_prob", "update": "update_actor"}[call],
             " -> ".join(f"{one.tokens / 1e6:.2f} M" for one in ways),
@@ -190,7 +197,7 @@ def show_speedup(console: Console, answer: Plan, peak_flops: float, utilisation:
 
 def show_memory(console: Console, answer: Plan) -> None:
     """Where a GPU's memory goes, and the token budgets that it leaves room for."""
-    from zorro_verl.planning import GB, MARGIN
+    from zorro_verl.planning import GIB, MARGIN
 
     question, shard = answer.question, answer.shard if answer.no_memory is None else None
     group = f"A group is {question.group_tokens} packed tokens"
@@ -198,13 +205,13 @@ def show_memory(console: Console, answer: Plan) -> None:
         console.print(f"M{escape(str(answer.no_memory))[1:]}.\n{group}: ppo_max_token_len_per_gpu should hold one.")
         return
     console.print(
-        f"Memory of a GPU, in GB: weights {shard.weights / GB:.1f} + gradients {shard.gradients / GB:.1f} + optimizer "
-        f"{shard.optimizer / GB:.1f} + gathered by FSDP {shard.gathered / GB:.1f} + left free {answer.margin / GB:.1f} "
-        f"({MARGIN:.0%}); {max(answer.free, 0) / GB:.1f} remain for micro-batches."
+        f"Memory of a GPU, in GiB: weights {shard.weights / GIB:.1f} + gradients {shard.gradients / GIB:.1f} + "
+        f"optimizer {shard.optimizer / GIB:.1f} + gathered by FSDP {shard.gathered / GIB:.1f} + left free "
+        f"{answer.margin / GIB:.1f} ({MARGIN:.0%}); {max(answer.free, 0) / GIB:.1f} remain for micro-batches."
     )
     if answer.budgets is None or answer.largest is None:
         return
-    taken = [f"{(one.memory or 0) / GB:.1f} GB" for one in (answer.shared.update, answer.shared.log_prob)]
+    taken = [f"{(one.memory or 0) / GIB:.1f} GiB" for one in (answer.shared.update, answer.shared.log_prob)]
     console.print(
         f"Largest that fit: ppo_max_token_len_per_gpu={answer.largest.update}, "
         f"log_prob_max_token_len_per_gpu={answer.largest.log_prob}; suggested {answer.budgets.update} "
@@ -214,18 +221,7 @@ def show_memory(console: Console, answer: Plan) -> None:
     room = f"{answer.budgets.update * width}" + (f" ({answer.budgets.update} x {width} GPUs)" if width > 1 else "")
     console.print(f"{group}; a micro-batch holds {room}, {'a whole group' if answer.holds_group else 'less'}.")
     console.print(
-        f"While sampling, {answer.resident / GB:.1f} GB stay for weights and optimizer"
+        f"While sampling, {answer.resident / GIB:.1f} GiB stay for weights and optimizer"
         f"{'' if question.offload else ' (0 with --offload)'}: rollout.gpu_memory_utilization of at most "
         f"{answer.rollout_share:.2f}."
     )
-
-
-def wrap(settings: list[str], width: int = 100) -> list[str]:
-    """Settings on as few lines as they take."""
-    lines = [settings[0]]
-    for setting in settings[1:]:
-        if len(lines[-1]) + len(setting) < width:
-            lines[-1] += f" {setting}"
-        else:
-            lines.append(setting)
-    return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -12,9 +12,12 @@ import typer
 from rich.text import Text
 from rich.tree import Tree
 
+from zorro_verl.commands.dumps import Plot, PromptColumn, ResponseColumn, Tokenizer, check_at_least_one
 from zorro_verl.commands.terminal import Json, errors_in_one_line, make_console, print_json, show_progress
 
 if TYPE_CHECKING:  # `zorro-verl --help` does without torch
+    from collections.abc import Mapping
+
     from zorro_verl.drawing import Segment
     from zorro_verl.forest import VarlenCall
     from zorro_verl.packing import Plan
@@ -22,6 +25,29 @@ if TYPE_CHECKING:  # `zorro-verl --help` does without torch
 
 _MOST_CELLS = 64  # of the picture in a terminal, on each side
 _NAMES = 22  # columns of a terminal for the names beside it
+
+
+class RowRange(NamedTuple):
+    """Rows of a step, numbered from 0."""
+
+    first: int = 0
+    end: int | None = 16  # the first that is not meant; None for all
+
+    @classmethod
+    def of(cls, text: str) -> RowRange:
+        """``A:B``, of which either may be left out.
+
+        Raises:
+            ValueError: anything else, or no row between.
+        """
+        found = re.fullmatch(r"(\d*):(\d*)", text)
+        bounds = found and cls(int(found[1] or 0), int(found[2]) if found[2] else None)
+        if bounds is None or (bounds.end is not None and bounds.end <= bounds.first):
+            raise ValueError(f"--rows: expected A:B with A below B, the first row is 0, got {text!r}")
+        return bounds
+
+    def __str__(self) -> str:
+        return f"{self.first}:{'' if self.end is None else self.end}"
 
 
 class MicroBatch(NamedTuple):
@@ -39,21 +65,17 @@ def show(
         typer.Argument(metavar="BATCH", help="A dump of rollouts, or lengths such as '6:3,4,2 4:2' or '512:64x8'."),
     ],
     step: Annotated[int | None, typer.Option(metavar="N", help="Of a dump, the step; by default the first.")] = None,
-    rows: Annotated[str, typer.Option(metavar="A:B", help="Of a dump, the rows from A up to B of the step.")] = "0:16",
-    tokenizer: Annotated[
+    rows: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Tokenizer of the model, a folder or a name on the hub, for text."),
+        typer.Option(metavar="A:B", help="Of a dump, the rows from A up to B of the step; 0:16 by default."),
     ] = None,
-    prompt_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Column of prompts; by default the usual names.")
-    ] = None,
-    response_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Column of responses; by default the usual names.")
-    ] = None,
+    tokenizer: Tokenizer = None,
+    prompt_column: PromptColumn = None,
+    response_column: ResponseColumn = None,
     window: Annotated[
-        int | None, typer.Option(metavar="TOKENS", min=1, help="Draw a layer with a sliding window of this size.")
+        int | None, typer.Option(metavar="TOKENS", help="Draw a layer with a sliding window of this size.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it as a picture as well.")] = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Draw what a micro-batch shares: its prompts with their responses, and which tokens attend to which.
@@ -62,12 +84,18 @@ def show(
     responses; 64x8 stands for eight responses of 64.
     """
     with errors_in_one_line("show"):
+        check_at_least_one(window=window)
         from zorro_verl.charts import MOST_CELLS, chart_blocks, check_plot, save
         from zorro_verl.drawing import count_blocks, segments
         from zorro_verl.rollouts import Columns
 
         check_plot(plot)
-        micro = _micro_batch(batch, step, rows, tokenizer, Columns(prompt_column, response_column))
+        bounds = RowRange() if rows is None else RowRange.of(rows)
+        if os.path.exists(batch):  # a Path raises for a name that is too long to be one
+            micro = _of_dump(Path(batch), step, bounds, tokenizer, Columns(prompt_column, response_column))
+        else:
+            columns = {"--prompt-column": prompt_column, "--response-column": response_column}
+            micro = _of_shape(batch, {"--step": step, "--rows": rows, "--tokenizer": tokenizer, **columns})
         found = [s if s.row is None else s._replace(row=s.row + micro.first) for s in segments(micro.plan)]
         if plot is not None:
             title = f"{micro.unit} of the rows and packed: {micro.plan.num_row_tokens:,} -> {micro.plan.num_tokens:,}"
@@ -78,31 +106,33 @@ def show(
             draw(micro, found, window)
 
 
-def _micro_batch(batch: str, step: int | None, rows: str, tokenizer: str | None, columns: Columns) -> MicroBatch:
-    from zorro_verl.drawing import make_rows, parse_shape, rows_of_shape
+def _of_shape(text: str, dump_options: Mapping[str, object]) -> MicroBatch:
+    from zorro_verl.drawing import parse_shape, rows_of_shape
+    from zorro_verl.packing import build_plan
+
+    shape = parse_shape(text)
+    given = [name for name, value in dump_options.items() if value is not None]
+    if given:
+        raise ValueError(f"{', '.join(given)}: expected a dump as BATCH, of which it says what to read, got {text!r}")
+    return MicroBatch(build_plan(rows_of_shape(shape)), [prompt for prompt, lens in shape for _ in lens], 0, "tokens")
+
+
+def _of_dump(path: Path, step: int | None, bounds: RowRange, tokenizer: str | None, columns: Columns) -> MicroBatch:
+    from zorro_verl.drawing import make_rows
     from zorro_verl.packing import build_plan
     from zorro_verl.rollouts import find_files, load_tokenizer, read_rows, rows_of_step
 
-    if not os.path.exists(batch):  # a Path raises for a name that is too long to be one
-        shape = parse_shape(batch)
-        return MicroBatch(
-            build_plan(rows_of_shape(shape)), [prompt for prompt, lens in shape for _ in lens], 0, "tokens"
-        )
-    bounds = re.fullmatch(r"(\d*):(\d*)", rows)
-    first, end = (int(bounds[1] or 0), int(bounds[2]) if bounds[2] else None) if bounds else (0, 0)
-    if end is not None and end <= first:
-        raise ValueError(f"--rows: expected A:B with A below B, the first row is 0, got {rows!r}")
     reader = load_tokenizer(tokenizer) if tokenizer is not None else None
-    files = find_files([Path(batch)])
-    named = [file for file in files if file.stem == str(step)]
-    chosen = rows_of_step(read_rows(named or files, columns, reader, show_progress), step)
-    found = list(islice(chosen, first, end))
+    files = find_files([path])
+    named = [file for file in files if file.stem == str(step)] or files
+    shown = show_progress(named, "Looking for the step", len(named))  # counts files: their rows aren't counted first
+    rows = chain.from_iterable(read_rows([file], columns, reader) for file in shown)
+    found = list(islice(rows_of_step(rows, step), bounds.first, bounds.end))
     if not found:
         which = "" if step is None else f" of step {step}"
-        raise ValueError(f"--rows: expected rows that are in the dump, got none of {rows}{which}; see --step")
-    unit = found[0].measure.unit
+        raise ValueError(f"--rows: expected rows that are in the dump, got none of {bounds}{which}; see --step")
     packed = make_rows([(row.prompt, row.response) for row in found])
-    return MicroBatch(build_plan(packed), packed.prompt_lens.tolist(), first, unit)
+    return MicroBatch(build_plan(packed), packed.prompt_lens.tolist(), bounds.first, found[0].measure.unit)
 
 
 def draw(micro: MicroBatch, found: list[Segment], window: int | None) -> None:

@@ -23,21 +23,32 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 def errors_in_one_line(command: str) -> Iterator[None]:
     """Turn what a user can mend into one line on standard error and exit code 2, and an interrupt into 130.
 
-    A ValueError is a mistake in what was asked; a RuntimeError or MemoryError is a device that has too little memory,
-    or lacks a kernel. Anything else is a fault of this package, and keeps its traceback.
+    A ValueError is a mistake in what was asked, an OSError a file or folder that can't be read or written. A device may
+    have too little memory, or lack a kernel. Anything else is a fault of this package, and keeps its traceback.
     """
     try:
         yield
-    except ValueError as error:
+    except BrokenPipeError:  # `| head` has seen enough; the interpreter of the command line ends in silence
+        raise
+    except (ValueError, OSError) as error:
         typer.echo(f"zorro-verl {command}: {_line(error)}", err=True)
         raise typer.Exit(2) from error
     except (RuntimeError, MemoryError) as error:
+        if not _is_of_the_device(error):
+            raise
         reason = f"{type(error).__name__}: {_line(error)}"
         typer.echo(f"zorro-verl {command}: it could not be done here ({reason:.300})", err=True)
         raise typer.Exit(2) from error
     except KeyboardInterrupt as error:
         typer.echo(f"zorro-verl {command}: interrupted", err=True)
         raise typer.Exit(130) from error
+
+
+def _is_of_the_device(error: RuntimeError | MemoryError) -> bool:
+    from zorro_verl.measuring import out_of_memory
+
+    lacks = isinstance(error, MemoryError | NotImplementedError) or out_of_memory(error)
+    return lacks or "CUDA" in str(error)
 
 
 def _line(error: BaseException) -> str:

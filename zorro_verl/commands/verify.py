@@ -50,7 +50,7 @@ def verify(
     ] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
     attn_implementation: Annotated[
-        str, typer.Option(metavar="NAME", help="auto, eager, sdpa or flash_attention_2.")
+        str, typer.Option(metavar="NAME", help="auto, eager, sdpa or flash_attention_2, _3 or _4.")
     ] = "auto",
     linear_attention: Annotated[
         LinearAttention,

@@ -1,7 +1,7 @@
 """Build the wheel and the sdist into dist/ from the files that git tracks, and try both as a user gets them.
 
-    python scripts/dist.py                    # a minute; needs the index, for typer, rich, packaging, setuptools
-    python scripts/dist.py --dependencies     # also with torch, transformers and whatever they bring: gigabytes
+    python scripts/build_dist.py                    # a minute; needs the index, for typer, rich, packaging, setuptools
+    python scripts/build_dist.py --dependencies     # also with torch, transformers and whatever they bring: gigabytes
 
 Each is installed by pip into a virtual environment of its own that has nothing else in it.
 """
