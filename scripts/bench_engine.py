@@ -91,9 +91,8 @@ def effort_for(shape: Shape, rounds: int) -> Effort:
 
 def bound(shape: Shape) -> float:
     """Multiplications of the stock engine over the other's; its backward is the same multiple of both."""
-    model = ModelWork.of(CONFIG)
-    work = model.of_groups([shape.group])
-    return (work.counted + model.head * shape.P * shape.n) / work.executed
+    work = ModelWork.of(CONFIG).of_groups([shape.group])
+    return (work.counted + work.prompt_head) / work.executed
 
 
 def jagged(rows: Sequence[Tensor]) -> Tensor:

@@ -201,7 +201,7 @@ def test_predictions_are_sums_over_steps(config):
 
 def test_characters_predict_nothing(config):
     statistics = summary([(1, None, [1], [2])], measure=Measure.CHARACTERS)
-    with pytest.raises(ValueError, match="--model: expected lengths in tokens, got characters; --tokenizer"):
+    with pytest.raises(ValueError, match="--model: expected lengths in tokens, got characters; add --tokenizer MODEL"):
         foresee(config, statistics, Setup())
 
 
@@ -309,6 +309,11 @@ def test_the_tables(dump, tokenizer):
     ):
         assert words in text, (words, text)
     assert "characters" not in text
+
+
+def test_one_row(dump):
+    dump.write_text(dump.read_text().splitlines()[0])
+    assert command(dump).stdout.startswith("1 row, 1 prompt, 1 step\n")
 
 
 def test_characters_are_called_so(dump):
@@ -430,12 +435,13 @@ def test_a_model_whose_memory_is_not_known(dump, tokenizer, tmp_path):
         (("{dump}", "--model", TINY, "--dp", "0"), "--dp: expected at least 1, got 0"),
         (("{dump}", "--model", TINY, "--budget", "-5"), "--budget: expected at least 1, got -5"),
         (("{dump}", "--model", TINY, "--mini-batch", "0"), "--mini-batch: expected at least 1, got 0"),
-        (("{dump}", "--model", TINY), "--model: expected lengths in tokens, got characters; --tokenizer"),
+        (("{dump}", "--model", TINY), "--model: expected lengths in tokens, got characters; add --tokenizer MODEL"),
         (("{dump}", "--model", "./nowhere"), "model: expected a checkpoint folder with a config.json"),
         (("{dump}", "--tokenizer", "{dump}"), "--tokenizer: expected one that can be read, got"),
         (("{dump}", "--prompt-column", "question"), "{dump}:1: expected a prompt in 'question', got the columns input"),
         (("{dump}", "--plot", "x.svg"), "--plot: expected a .png file"),
         (("{empty}",), "FILE: expected at least one row, got none"),
+        (("{dump}", "{dump}"), "FILE: expected each file once, got '{dump}' twice"),
     ],
 )
 def test_a_mistake_is_one_line(dump, tmp_path, arguments, said):

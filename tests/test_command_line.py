@@ -1,5 +1,6 @@
 """What all commands of `zorro-verl` have in common: help at once, errors of a line, tracebacks for faults alone."""
 
+import os
 import re
 import subprocess
 import sys
@@ -97,6 +98,13 @@ def test_a_closed_pipe_is_the_business_of_the_command_line():
     assert isinstance(run(BrokenPipeError(32, "Broken pipe")).exception, SystemExit)
     with pytest.raises(BrokenPipeError), errors_in_one_line("try"):
         raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_what_the_terminal_cannot_show_is_escaped():
+    code = "from zorro_verl.commands.terminal import make_console; make_console().print('caf\\xe9 \\u2588')"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, env=environment)
+    assert finished.stdout == b"caf\\xe9 \\u2588\n", finished.stderr
 
 
 def test_json_is_json(capsys):

@@ -8,10 +8,11 @@ import pytest
 import tiny_models
 import torch
 from fresh_process import run_python
+from omegaconf import OmegaConf
 from ranks import run_ranks
 from test_engine import full_gradients, ragged_batch, responses
 from test_engine_family import positions_of, rows_of, text_rows
-from test_throughput import counts_of_call
+from test_throughput import counts_of_call, run_config
 from test_verl_config import prepared
 from tiny import jagged, tiny_model, tokens, verl_batch, worst_gradient
 from transformers import AutoModelForTokenClassification
@@ -445,10 +446,7 @@ def trainer_class(actor, critic, use_critic, legacy):
     """As much of verl's trainers as the wraps touch."""
 
     class Trainer:
-        config = SimpleNamespace(
-            actor_rollout_ref=SimpleNamespace(actor=SimpleNamespace(strategy=actor, ppo_epochs=1)),
-            critic=SimpleNamespace(strategy=critic),
-        )
+        config = OmegaConf.merge(run_config(actor), {"critic": {"strategy": critic}})
         critic_wg = critic_groups()
 
         def _nothing(self, *args, **kwargs):
@@ -473,6 +471,7 @@ def trainer_class(actor, critic, use_critic, legacy):
 
 COMBINATIONS = [("zorro", "zorro"), ("fsdp2", "zorro")]
 CRITIC_STEP = {"critic/mfu", "critic/loss", "zorro/critic/token_ratio", "zorro/critic/mfu_executed"}
+CRITIC_STEP |= {"zorro/token_ratio_best"}
 
 
 @pytest.fixture

@@ -123,10 +123,49 @@ def test_the_remedy_is_what_has_to_change():
     assert flags(cut, plan(cut, "Qwen3-8B").remedy) == "--logits-optimization memory"
     both = replace(cut, response=32768)
     assert flags(both, plan(both, "Qwen3-8B").remedy) == "--sequence-parallel 4 --logits-optimization memory"
-    nothing = replace(cut, response=500_000)
+    nothing = replace(cut, prompts=8, n=2048)
     answer = plan(nothing, "Qwen3-8B")
     assert answer.remedy is None
-    assert "No other setting holds a whole group" in " ".join(misfits(answer) + cautions(answer))
+    assert "No other setting holds a whole group, on any number of GPUs" in " ".join(cautions(answer))
+
+
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_what_does_not_fit_says_what_would(gpus):
+    """Both parts of the memory, which are more than the limit, and settings that hold it when they are asked for."""
+    question = Question(100_000, 4000, 8, 256, gpus, 80e9)
+    answer = plan(question)
+    (sentence,) = misfits(answer)
+    state, row, limit = map(float, re.findall(r"([0-9.]+) GiB(?: of state| for a| ?, 90%)", sentence))
+    taken = activation_memory(answer.config, 104_000, 4000, checkpointing=True).peak
+    taken = max(taken, scoring_memory(answer.config, 104_000, 4000).peak)
+    assert (state, row) == pytest.approx((sum(answer.shard) / 2**30, taken / 2**30), abs=0.05)
+    assert state + row > limit == pytest.approx(72e9 / 2**30, abs=0.05)
+    assert "one row of 104000 tokens" in sentence
+    assert "with these settings no number of GPUs would hold it" in sentence
+    assert f"It fits with {flags(question, answer.rescue)}." in sentence
+    assert plan(answer.rescue).largest is not None
+    assert (answer.rescue.gpus > gpus, answer.rescue.sequence_parallel > 1) == (gpus == 8, True)
+    lines = run("--prompt", 100_000, "--response", 4000, "--model", "Qwen3-32B", "--gpus", gpus).stdout.splitlines()
+    assert lines[1].startswith("It doesn't fit: ")
+    assert [line for line in lines if "pays" in line][0].startswith("Where it fits, it pays: ")
+
+
+def test_a_gain_that_is_little():
+    text = run("--prompt", 150, "--response", 1000, "--model", SMALL).stdout
+    assert "It hardly pays: compute_log_prob up to 1.1" in text
+    assert "It pays" not in text
+
+
+@pytest.mark.parametrize("response", [16, 1000])
+def test_the_budget_without_logits_is_named_where_it_is_larger(response):
+    """For short responses logits are few."""
+    question = replace(MIDDLE, prompt=16000, response=response)
+    without = plan(replace(question, logits_optimization="memory"), "Qwen3-8B")
+    most, own = without.largest.update, plan(question, "Qwen3-8B").largest.update
+    arguments = ("--prompt", 16000, "--response", response, "--model", "Qwen3-8B")
+    line = f"With --logits-optimization memory: ppo_max_token_len_per_gpu up to {most}\n"
+    assert (line in run(*arguments).stdout) == (most >= 1.1 * own) == (response == 1000)
+    assert "With --logits" not in run(*arguments, "--logits-optimization", "memory").stdout
 
 
 @pytest.mark.parametrize(
@@ -216,7 +255,8 @@ def test_a_model_that_does_not_fit_says_how_many_gpus_would():
 def test_what_fits_on_no_number_of_gpus():
     answer = plan(replace(LONG, hbm=12e9))
     assert answer.gpus_needed is None is answer.gpus_suggested
-    assert "on any number of GPUs" in misfits(answer)[0]
+    assert answer.rescue is None
+    assert "no number of GPUs would hold it. No other settings do either: it takes larger GPUs" in misfits(answer)[0]
 
 
 @pytest.mark.parametrize(("prompts", "width"), [(256, 1), (256, 2), (96, 4)])
@@ -400,8 +440,14 @@ def test_a_hybrid_has_a_speedup_and_no_memory(tmp_path):
     [
         (("--prompt", 0), "prompt: expected at least 1, got 0"),
         (("--n", 0), "n: expected at least 1, got 0"),
-        (("--hbm", -1), "hbm: expected GB above 0, got -1"),
-        (("--hbm", "nan"), "hbm: expected GB above 0, got nan"),
+        (("--hbm", -1), "hbm: expected 0.1 to 1000000 GB, got -1"),
+        (("--hbm", "nan"), "hbm: expected 0.1 to 1000000 GB, got nan"),
+        (("--hbm", "inf"), "GB, got inf"),
+        (("--hbm", "1e300"), "GB, got 1e+300"),
+        (("--hbm", "-1.23456789"), "GB, got -1.23456789"),
+        (("--utilisation", "nan"), "got 989 and nan"),
+        (("--utilisation", "inf"), "got 989 and inf"),
+        (("--peak-tflops", "inf"), "got inf and 0.4"),
         (("--sequence-parallel", 3), "sequence_parallel: expected a divisor of the number of GPUs, 8, got 3"),
         (("--prompts", 3, "--n", 1), "step x n to be a multiple of the 8 data-parallel ranks, got 3 x 1"),
         (("--mini-batch", 0), "mini_batch: expected at least 1, got 0"),

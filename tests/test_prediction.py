@@ -294,6 +294,12 @@ def test_memory_of_other_models_is_none_with_the_reason():
     assert predict(CONFIG, RowLengths([0], [1], [1]), ranks=1, budget=2).no_memory is None
 
 
+def test_rows_of_one_length_fill_micro_batches():
+    found = predict(CONFIG, RowLengths.alike(16, 64, 16, 8), ranks=1, budget=192, ask_verl=False)
+    assert found.stock.update.micro_batches == 16 * 64 // 8
+    assert found.stock.update.shapes == ((192, 192),)
+
+
 def test_without_verl(monkeypatch):
     """What it doesn't place isn't known, but for rows of one length."""
     original = builtins.__import__

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 import uuid
 from array import array
@@ -113,7 +114,15 @@ def test_steps(dump):
     assert [str(step).partition(" of ")[0] for step in steps] == ["step 3", str(other), "step 5", "step 4"]
     assert [row.step.number for row in rows_of_step(read_rows([named, said]), 4)] == [4]
     assert [row.step.number for row in rows_of_step(read_rows([named, said]), None)] == [3]
-    assert list(rows_of_step(read_rows([named]), 8)) == []
+    for files, number, expected in (
+        ([named], 8, "3"),
+        ([named, other, said], 8, "one of 3 to 5"),
+        ([other], 8, "none, as no row says its step"),
+    ):
+        with pytest.raises(ValueError, match=f"--step: expected {expected}, got 8"):
+            list(rows_of_step(read_rows(files), number))
+    with pytest.raises(ValueError, match="FILE: expected at least one row, got none"):
+        list(rows_of_step([Padding(Step("x", 1))], 1))
 
 
 def test_what_comes_after_a_step_is_not_read(tmp_path):
@@ -234,7 +243,40 @@ def test_progress_knows_how_many_records_there_are(dump):
     assert seen == [("Reading rollouts", 304)]
 
 
+@pytest.fixture
+def piped():
+    """The path of a pipe that holds these bytes."""
+    ends = []
+
+    def fill(content):
+        reading, writing = os.pipe()
+        ends.append(reading)
+        with open(writing, "wb") as pipe:
+            pipe.write(content)
+        return Path(f"/dev/fd/{reading}")
+
+    yield fill
+    for end in ends:
+        os.close(end)
+
+
+def test_a_pipe_is_read_once(piped, tmp_path):
+    """Its records aren't counted first, which would leave none to read, and its number is no step's."""
+    pipe = piped(json.dumps(GOOD).encode() + b"\n")
+    file = write_jsonl(tmp_path / "2.jsonl", [GOOD])
+    rows = list(read_rows(find_files([pipe, file]), progress=lambda items, what, total: items))
+    assert [row.step for row in rows] == [Step(str(pipe), None), Step(str(file), 2)]
+
+
 # What can't be read.
+
+
+def test_json_that_is_nested_too_deeply(tmp_path):
+    file = write_jsonl(tmp_path / "x.jsonl", [GOOD])
+    with file.open("a") as handle:
+        handle.write("[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match="x.jsonl:2: expected JSON, got what can't be read"):
+        list(read_rows([file]))
 
 
 @pytest.mark.parametrize(
@@ -247,6 +289,12 @@ def test_progress_knows_how_many_records_there_are(dump):
         ),
         ({"prompt": [1], "reply": 2}, "expected a response in .* got the columns prompt, reply; --response-column"),
         ({}, "got the columns of none"),
+        ({"input": None, "output": "a"}, "expected a prompt, got null in 'input'"),
+        (
+            {"prompt": [1], "responses": None, "output": None},
+            "expected a response, got null in 'responses' and in 'out",
+        ),
+        ({"input": "p", "output": []}, "expected at least one response, got an empty list"),
         ({"prompt": 3, "response": [2]}, "expected the prompt as text or as a list of token ids, or chat.*, got 3"),
         ({"prompt": [-1], "response": [2]}, r"expected the prompt .*, got \[-1\]"),
         ({"prompt": [2**31], "response": [2]}, "expected the prompt"),
@@ -316,7 +364,13 @@ def test_paths(tmp_path):
     with pytest.raises(ValueError, match=r"expected .jsonl or .parquet files in the folder .*, got none"):
         find_files([tmp_path])
     file = write_jsonl(tmp_path / "x.jsonl", [GOOD])
-    assert find_files([file, tmp_path]) == [file, file]
+    other = write_jsonl(tmp_path / "y.jsonl", [GOOD])
+    assert find_files([tmp_path]) == find_files([file, other]) == [file, other]
+    link = tmp_path.parent / f"{tmp_path.name}.jsonl"
+    link.symlink_to(file)
+    for twice in ([file, file], [file, tmp_path / ".." / tmp_path.name / "x.jsonl"], [tmp_path, file], [file, link]):
+        with pytest.raises(ValueError, match=r"FILE: expected each file once, got '.*jsonl' twice"):
+            find_files(twice)
     with pytest.raises(ValueError, match=r"FILE: expected a file that can be read, got '.*' \(Is a directory\)"):
         list(read_rows([tmp_path]))
 

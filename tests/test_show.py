@@ -7,14 +7,13 @@ import pytest
 import tiny_tokenizer
 import torch
 from matplotlib.colors import to_hex
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from zorro_verl.charts import MOST_CELLS, chart_blocks
 from zorro_verl.cli import app
 from zorro_verl.drawing import (
-    FULL,
-    NONE,
-    PARTLY,
+    BLOCK_MARKS,
     Kind,
     Pairs,
     call_lines,
@@ -26,6 +25,8 @@ from zorro_verl.drawing import (
     segments,
 )
 from zorro_verl.packing import build_plan
+
+FULL, PARTLY, NONE = BLOCK_MARKS
 
 SMALL = """\
 4 rows, 2 prompts
@@ -172,6 +173,27 @@ def test_a_large_micro_batch():
     assert int(count_blocks(plan, 50).pairs.sum()) == pairs
 
 
+@pytest.mark.parametrize("window", [None, 1000])
+def test_memory_does_not_grow_with_a_segment_times_the_cells(window):
+    """What is counted of each query, for each column, would be 800 MB an array."""
+    plan = build_plan(rows_of_shape([(300_000, [200_000])]))
+    plan.forest.calls(window)  # their key indices are as long as the row
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            made = func(*args, **(kwargs or {}))
+            largest = max(largest, made.numel() if isinstance(made, torch.Tensor) else 0)
+            return made
+
+    with Sizes():
+        blocks = count_blocks(plan, MOST_CELLS, window)
+    seen = 500_000 if window is None else window
+    assert int(blocks.pairs.sum()) == seen * (seen + 1) // 2 + (500_000 - seen) * seen
+    assert largest <= max(4 * MOST_CELLS**2, 0 if window is None else plan.num_tokens)
+
+
 # Text.
 
 
@@ -179,6 +201,25 @@ def test_a_small_micro_batch():
     result = command("3:2,4,0 2:1")
     assert result.exit_code == 0, result.output
     assert result.stdout == SMALL
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_blocks(encoding):
+    """Marks and lines of a tree that any encoding carries, in the same places."""
+    result = CliRunner(charset=encoding).invoke(app, ["show", "3:2,4,0 2:1"])
+    assert result.exit_code == 0, result.output
+    lines, expected = result.stdout.splitlines(), SMALL.splitlines()
+    assert lines[4:9] == [
+        "+-- prompt 0 [0:3) 3 tokens",
+        "|   +-- row 0 [6:8) 2 tokens",
+        "|   +-- row 1 [8:12) 4 tokens",
+        "|   `-- row 2 [12:12) 0 tokens",
+        "`-- row 3 [3:6) 2 + 1 tokens, alone with its prompt",
+    ]
+    plain = str.maketrans({FULL: "#", PARTLY: "+", NONE: "."})
+    assert lines[9:] == [line.translate(plain) for line in expected[9:]]
+    large = CliRunner(charset=encoding).invoke(app, ["show", "600:64x8"]).stdout
+    assert "lines attend to columns: # all, + some, . none of them" in large
 
 
 def test_a_window():
@@ -265,6 +306,7 @@ def test_rows_of_a_step(dumps):
     assert kinds == [("prompt", None), ("row alone", 2), ("response", 3), ("response", 4)]
     assert shown(dumps, "--rows", ":2")["rows"] == 2
     assert shown(dumps / "11.jsonl", "--rows", "4:")["rows"] == 2
+    assert shown(dumps, "--rows", f"1:{10**30}")["rows"] == 5
 
 
 def test_no_more_is_read_than_is_drawn(dumps):
@@ -303,7 +345,9 @@ def test_tokens_of_a_dump(dumps, tmp_path):
         (("{dumps}", "--rows", "4"), "--rows: expected A:B with A below B, the first row is 0, got '4'"),
         (("{dumps}", "--rows", "4:4"), "--rows: expected A:B"),
         (("{dumps}", "--rows", "90:"), "--rows: expected rows that are in the dump, got none of 90:; see --step"),
-        (("{dumps}", "--step", "7"), "--rows: expected rows that are in the dump, got none of 0:16 of step 7"),
+        (("{dumps}", "--step", "7"), "--step: expected one of 3 to 11, got 7"),
+        (("{dumps}/3.jsonl", "--step", "7"), "--step: expected 3, got 7"),
+        (("{empty}",), "FILE: expected at least one row, got none"),
         (("5:1", "--step", "3"), "--step: expected a dump as BATCH, of which it says what to read, got '5:1'"),
         (("5:1", "--rows", "5:9"), "--rows: expected a dump as BATCH"),
         (
@@ -316,8 +360,10 @@ def test_tokens_of_a_dump(dumps, tmp_path):
         (("5:1", "--plot", "x.jpg"), "--plot: expected a .png file"),
     ],
 )
-def test_a_mistake_is_one_line(dumps, arguments, said):
-    result = command(*(argument.format(dumps=dumps) for argument in arguments))
+def test_a_mistake_is_one_line(dumps, tmp_path_factory, arguments, said):
+    empty = tmp_path_factory.mktemp("empty") / "1.jsonl"
+    empty.touch()
+    result = command(*(argument.format(dumps=dumps, empty=empty) for argument in arguments))
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"zorro-verl show: {said}"), line

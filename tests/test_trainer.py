@@ -107,7 +107,8 @@ def check_summary(output, step):
     assert "INFO" in line
     assert f"first update_actor: 4 prompts in 16 rows; {total} tokens of rows, {packed} through the model" in line
     assert f"{ratio} times fewer, of {best} that the batch allows" in line
-    assert f"speed-up of update_actor: at most {step['zorro/flop_ratio']:.2f}" in line
+    speed_up = float(re.search(r"speed-up of update_actor over fsdp2: ([\d.]+), by multiply-adds", line).group(1))
+    assert speed_up > step["zorro/flop_ratio"] > 1, "the head on prompts counts, too"
     assert "Qwen3ForCausalLM: attention of 2 layers shared, by sdpa (torch's own flash attention)." in line
     assert not re.findall("WARNING.*token ratio", output)
 

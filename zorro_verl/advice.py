@@ -9,9 +9,12 @@ from typing import Any
 from zorro_verl.planning import GIB, MARGIN, Plan, Question
 
 PAYS = 1.1  # a speed-up below it is lost among other things
+HARDLY = 1.2  # and below it, is little
+LARGER = 1.1  # a budget by so much is worth a line
 FEW_GROUPS = 4  # on a rank
 _FLAGS: Mapping[str, str] = MappingProxyType(
     {
+        "gpus": "--gpus {}",
         "sequence_parallel": "--sequence-parallel {}",
         "logits_optimization": "--logits-optimization {}",
         "checkpointing": "--checkpointing",
@@ -22,6 +25,27 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
 def pays(plan: Plan) -> bool:
     """Whether sharing prompts is worth it, where it fits."""
     return plan.question.n > 1 and max(plan.speedup) >= PAYS
+
+
+def gain(plan: Plan) -> str:
+    """What it gives where it `pays`, in a sentence."""
+    verdict = "It hardly pays" if max(plan.speedup) < HARDLY else "It pays"
+    if misfits(plan):
+        verdict = f"Where it fits, i{verdict[1:]}"
+    return (
+        f"{verdict}: compute_log_prob up to {plan.speedup.log_prob:.2f} times faster, update_actor "
+        f"{plan.speedup.update:.2f} times, than with strategy=fsdp2."
+    )
+
+
+def larger_budget(plan: Plan) -> str | None:
+    """What other logits leave room for, where that is clearly more."""
+    most = plan.largest_without_logits
+    if plan.question.logits_optimization != "none" or plan.largest is None or most is None:
+        return None
+    if most < LARGER * plan.largest.update:
+        return None
+    return f"With --logits-optimization memory: ppo_max_token_len_per_gpu up to {most}"
 
 
 def objections(plan: Plan) -> list[str]:
@@ -117,22 +141,30 @@ def _cut(plan: Plan) -> str:
 def _too_large(plan: Plan) -> str:
     question = plan.question
     what = (
-        f"It doesn't fit: {sum(plan.shard) / GIB:.1f} GiB of state and gathered weights with a micro-batch of one row "
-        f"are more than {1 - MARGIN:.0%} of {question.hbm / GIB:.1f} GiB"
+        f"It doesn't fit: {sum(plan.shard) / GIB:.1f} GiB of state and gathered weights + "
+        f"{plan.taken_by_row / GIB:.1f} GiB for a micro-batch of one row of {counted(question.tokens_of(1), 'token')} "
+        f"are more than {(question.hbm - plan.margin) / GIB:.1f} GiB, {1 - MARGIN:.0%} of {question.hbm / GIB:.1f} GiB"
     )
     if plan.gpus_needed is None:
-        return f"{what}, on any number of GPUs. {_way_out(plan)}"
-    if plan.gpus_suggested is None:
+        what += "; with these settings no number of GPUs would hold it."
+    elif plan.gpus_suggested is None:
         what += (
             f"; {plan.gpus_needed} GPUs or more would hold it, but {question.step_prompts} x {question.n} rows divide "
             f"over none of the next numbers: change {_prompts_option(question)}."
         )
     else:
         what += f"; {plan.gpus_suggested} GPUs would hold it."
-    return what + (f" {_way_out(plan)}" if plan.remedy else "")
+    if plan.rescue is None:
+        if plan.gpus_needed is None:
+            what += " No other settings do either: it takes larger GPUs, or shorter prompts and responses."
+    elif plan.rescue.gpus != plan.gpus_suggested or list(question.changes(plan.rescue)) != ["gpus"]:
+        what += f" It fits with {flags(question, plan.rescue)}."
+    if plan.remedy is not None and plan.remedy != plan.rescue:
+        what += f" A whole group fits with {flags(question, plan.remedy)}."
+    return what
 
 
 def _way_out(plan: Plan) -> str:
     if plan.remedy is None:
-        return "No other setting holds a whole group: it takes more GPUs, fewer responses or shorter ones."
+        return "No other setting holds a whole group, on any number of GPUs: it takes fewer responses or shorter ones."
     return f"Whole with {flags(plan.question, plan.remedy)}."

@@ -252,7 +252,7 @@ def foresee(config: Any, statistics: Statistics, setup: Setup, progress: Progres
         ValueError: lengths in characters, or what `predict` refuses.
     """
     if statistics.unit != "tokens":
-        raise ValueError("--model: expected lengths in tokens, got characters; --tokenizer with the model's own")
+        raise ValueError("--model: expected lengths in tokens, got characters; add --tokenizer MODEL, the model's own")
     budget = max(statistics.largest_group, sum(FILLER)) if setup.budget is None else setup.budget
     steps: Iterable[StepRows] = statistics.steps
     if progress is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 from zorro_verl.cells import Cell, Kind, fill_cells
 
@@ -214,26 +214,28 @@ def _first_fit(items: list[int], sizes: list[int], capacity: int) -> list[list[i
     """First-fit decreasing: items into as few bins as it finds; every item is known to fit an empty bin."""
     bins: list[list[int]] = []
     room: list[int] = []
+    first, last = 0, None
     for size, item in sorted(zip(sizes, items, strict=True), key=lambda pair: -pair[0]):
-        for i, free in enumerate(room):
-            if size <= free:
-                bins[i].append(item)
-                room[i] -= size
-                break
-        else:
-            bins.append([item])
-            room.append(capacity - size)
+        if size != last:  # bins that had no room for an item have none for another of its size
+            first, last = 0, size
+        while first < len(bins) and size > room[first]:
+            first += 1
+        if first == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[first].append(item)
+        room[first] -= size
     return bins
 
 
 def _least_loaded(costs: list[int], count: int) -> list[list[int]]:
     """Longest processing time first: items into exactly ``count`` bins of similar cost, none empty."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    load = [0] * count
+    lightest = [(0, 0, b) for b in range(count)]  # a bin's load and items; sorted, and so a heap
     for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        lightest = min(range(count), key=lambda b: (load[b], len(bins[b])))
-        bins[lightest].append(item)
-        load[lightest] += costs[item]
+        load, items, b = lightest[0]
+        bins[b].append(item)
+        heapreplace(lightest, (load + costs[item], items + 1, b))
     return bins
 
 

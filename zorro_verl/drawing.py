@@ -6,7 +6,7 @@ What is drawn is read from the attention calls that run, block by block, and not
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from math import ceil
 from typing import NamedTuple
@@ -18,7 +18,6 @@ from zorro_verl.forest import VarlenCall
 from zorro_verl.grouping import Rows, exclusive_cumsum
 from zorro_verl.packing import Plan
 
-FULL, PARTLY, NONE = "█", "▒", "·"
 _MOST_BOUNDS = 10  # of a call, that are written out
 
 
@@ -61,6 +60,26 @@ class Segment(NamedTuple):
         return f"prompt {self.group}" if self.row is None else f"row {self.row}"
 
 
+class Marks(NamedTuple):
+    """What a cell is drawn as: all of its pairs attend, some do, or none does."""
+
+    full: str
+    partly: str
+    none: str
+
+    @classmethod
+    def of(cls, encoding: str) -> Marks:
+        """Those that text in this encoding can carry."""
+        try:
+            "".join(BLOCK_MARKS).encode(encoding)
+        except UnicodeEncodeError:
+            return cls("#", "+", ".")
+        return BLOCK_MARKS
+
+
+BLOCK_MARKS = Marks("█", "▒", "·")
+
+
 class Blocks(NamedTuple):
     """Attended pairs of packed tokens, counted in cells of ``cell`` x ``cell``."""
 
@@ -72,11 +91,12 @@ class Blocks(NamedTuple):
         """``(4, K, K)`` float64: of each cell's pairs the share that attends."""
         return self.pairs / self._sizes()
 
-    def lines(self, found: Sequence[Segment] = ()) -> list[str]:
-        """A line for each row of cells: `FULL` where every pair attends, `PARTLY` where some do, else `NONE`.
+    def lines(self, found: Sequence[Segment] = (), marks: Marks = BLOCK_MARKS) -> list[str]:
+        """A line for each row of cells.
 
         Args:
             found: the segments, whose names follow the lines that they begin in.
+            marks: of the cells.
         """
         seen = self.pairs.sum(0)
         kinds = (seen > 0).int() + (seen == self._sizes()).int()
@@ -84,7 +104,7 @@ class Blocks(NamedTuple):
         for segment in found:
             if segment.num_tokens:
                 names.setdefault(segment.start // self.cell, []).append(segment.label)
-        lines = [" ".join((NONE, PARTLY, FULL)[kind] for kind in line) for line in kinds.tolist()]
+        lines = [" ".join((marks.none, marks.partly, marks.full)[kind] for kind in line) for line in kinds.tolist()]
         for number, (first, *others) in names.items():
             lines[number] += f"  {first}" + f" and {len(others)} more" * bool(others)
         return lines
@@ -174,33 +194,65 @@ def count_blocks(plan: Plan, most_cells: int, window: int | None = None) -> Bloc
     pairs = torch.zeros(len(Pairs), size, size, dtype=torch.int64)
     itself = {segment.start: Pairs[f"{segment.kind.name}_ITSELF"] for segment in segments(plan) if segment.num_tokens}
     for call in plan.forest.calls(window):
-        first = _first_keys(call, cell, size)
         for q0, q1, k0, k1 in call.blocks:
-            line = (call.query_start + torch.arange(q0, q1)) // cell
-            if not call.causal:
-                queries = torch.bincount(line, minlength=size)
-                pairs[Pairs.RESPONSE_PROMPT.value] += queries[:, None] * (first(k1) - first(k0))
-                continue
-            own = k1 - (q1 - q0)  # from here on keys are the segment's own; those before are its ancestors'
-            end = torch.arange(own, k1) + 1
-            start = torch.full_like(end, k0) if call.window is None else (end - call.window).clamp(min=k0)
-            kind = itself[call.query_start + q0]
-            pairs[kind.value].index_add_(0, line, first(end) - first(start.clamp(min=own)))
-            pairs[Pairs.RESPONSE_PROMPT.value].index_add_(0, line, first(own) - first(start.clamp(max=own)))
+            own = (
+                k1 - (q1 - q0) if call.causal else k1
+            )  # from here on keys are the segment's own, those before its ancestors'
+            for start, end, kind in ((k0, own, Pairs.RESPONSE_PROMPT), (own, k1, itself[call.query_start + q0])):
+                for run in _runs(call, start, end):
+                    counted = _count(call, (q0, q1), own, run, cell, size)
+                    line = (call.query_start + q0) // cell
+                    pairs[kind.value, line : line + counted.shape[0]] += counted
     return Blocks(pairs, cell, plan.num_tokens)
 
 
-def _first_keys(call: VarlenCall, cell: int, size: int) -> Callable[[Tensor | int], Tensor]:
-    """How many of a call's first k keys lie in each of ``size`` columns: ``()`` or ``(n,)`` k -> ``(..., size)``.
+class _Run(NamedTuple):
+    """Keys of a call that lie side by side in the packed row."""
 
-    Of two such lines the difference is what lies in each column of the keys between.
+    start: int  # among the call's keys
+    end: int
+    packed: int  # where the first of them lies
+
+
+def _runs(call: VarlenCall, start: int, end: int) -> list[_Run]:
+    """What a call's keys [start, end) consist of."""
+    if start == end or call.key_index is None:
+        return [_Run(start, end, start)] if start < end else []
+    places = call.key_index[start:end].cpu()
+    firsts = [0, *((places.diff() != 1).nonzero().flatten() + 1).tolist()]
+    return [
+        _Run(start + first, start + last, int(places[first]))
+        for first, last in zip(firsts, [*firsts[1:], end - start], strict=True)
+    ]
+
+
+def _count(call: VarlenCall, queries: tuple[int, int], own: int, run: _Run, cell: int, size: int) -> Tensor:
+    """Pairs of a block's queries with one run of its keys, ``(lines, size)``: the cells from the first query's line on.
+
+    Its cost is that of the cells, however long the segments are: of each cell the pairs are summed in closed form.
+
+    Args:
+        queries: the block's, in a causal call of its keys from ``own`` on.
     """
-    if call.key_index is None:
-        starts = torch.arange(size) * cell
-        return lambda k: (torch.as_tensor(k)[..., None] - starts).clamp(0, cell)
-    counts = torch.nn.functional.one_hot(call.key_index.cpu() // cell, size).cumsum(0)
-    table = torch.nn.functional.pad(counts, (0, 0, 1, 0))
-    return lambda k: table[k]
+    first, last = (call.query_start + query for query in queries)
+    edges = torch.tensor([first, *range((first // cell + 1) * cell, last, cell), last])  # of lines of cells
+    # Of the run's keys before x, those in each column are x + shift within these bounds.
+    shift = run.packed - run.start - torch.arange(size) * cell
+    low, high = ((bound + shift).clamp(0, cell) for bound in (run.start, run.end))
+    if not call.causal:
+        return edges.diff()[:, None] * (high - low)
+
+    def before(offset: int) -> Tensor:
+        return _sum_clamped(edges[:, None] + (offset + shift), low, high).diff(dim=0)
+
+    offset = own - first + 1  # a query sees the keys before its own place + 1, and of those the window's
+    return before(offset) - (low * edges.diff()[:, None] if call.window is None else before(offset - call.window))
+
+
+def _sum_clamped(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """An integer function whose step from x to x + 1 is x between ``low`` and ``high``: differences of it are sums."""
+    inside = x.clamp(low, high)
+    return low * x.clamp(max=low) + (inside * (inside - 1) - low * (low - 1)) // 2 + high * (x - high).clamp(min=0)
 
 
 def call_lines(plan: Plan, window: int | None = None) -> list[str]:

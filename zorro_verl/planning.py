@@ -24,6 +24,7 @@ GB, GIB = 10**9, 2**30  # a data sheet's unit, and the one in which memory is sh
 # Of a GPU: the allocator's fragmentation, NCCL and CUDA, and what the rollout engine keeps while it sleeps.
 MARGIN = 0.1
 _ROUND = 1024  # tokens
+_LEAST_GB, _MOST_GB = 0.1, 10**6  # of a GPU; far beyond both ends of what there is
 _WIDTHS = (1, 2, 4, 8)  # GPUs of a node that a row is spread over
 _MORE_GPUS = 32  # four nodes: so far a larger number is looked for that rows divide over
 
@@ -68,8 +69,7 @@ class Question:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
-        if not 0 < self.hbm < math.inf:
-            raise ValueError(f"hbm: expected GB above 0, got {self.hbm / GB:g}")
+        bytes_of_gpu(self.hbm / GB)
         if self.logits_optimization not in LOGITS_OPTIMIZATIONS:
             raise ValueError(
                 f"logits_optimization: expected {' or '.join(LOGITS_OPTIMIZATIONS)}, got {self.logits_optimization!r}"
@@ -131,6 +131,17 @@ class Question:
         """The settings that another question has other values of, and its values."""
         theirs = asdict(other)
         return {name: theirs[name] for name, value in asdict(self).items() if theirs[name] != value}
+
+
+def bytes_of_gpu(hbm: float) -> float:
+    """Of a GPU with so many GB of memory.
+
+    Raises:
+        ValueError: a number that no GPU has.
+    """
+    if not _LEAST_GB <= hbm <= _MOST_GB:
+        raise ValueError(f"hbm: expected {_LEAST_GB:g} to {_MOST_GB} GB, got {hbm:.12g}")
+    return hbm * GB
 
 
 class Budgets(NamedTuple):
@@ -196,12 +207,18 @@ class Plan:
         """The largest budgets that fit; None where not one row does, or memory isn't predicted."""
         if self.no_memory is not None:
             return None
-        update, log_prob = (self._largest(scoring) for scoring in (False, True))
+        update, log_prob = (self._largest(self.question, scoring) for scoring in (False, True))
         return None if update is None or log_prob is None else Budgets(update, log_prob)
 
-    def _largest(self, scoring: bool) -> int | None:
+    @property
+    def largest_without_logits(self) -> int | None:
+        """The largest ``ppo_max_token_len_per_gpu`` with ``logits_optimization=memory``, as `largest`."""
+        if self.no_memory is not None:
+            return None
+        return self._largest(replace(self.question, logits_optimization="memory"), scoring=False)
+
+    def _largest(self, question: Question, scoring: bool) -> int | None:
         """Of one of the two passes. Where groups are cut, below what one more of their rows takes."""
-        question = self.question
         fitting = [rows for rows in range(1, question.n + 1) if self._taken(question, rows, scoring) <= self.free]
         if not fitting:
             return None
@@ -275,48 +292,69 @@ class Plan:
         """How often the update computes a prompt, on average."""
         return self.shared.update.prompts / self.question.prompts
 
+    @property
+    def taken_by_row(self) -> int:
+        """Bytes of each GPU for a micro-batch of one row."""
+        return self._most_taken(self.question, 1)
+
     @cached_property
     def gpus_needed(self) -> int | None:
         """How many GPUs at least hold the model and a micro-batch of one row; None where no number does."""
+        return self._gpus_for(self.question, 1)
+
+    @property
+    def gpus_suggested(self) -> int | None:
+        """The next number from `gpus_needed` on that rows divide over; None where there is none within four nodes."""
+        return None if self.gpus_needed is None else _that_divide(self.question, self.gpus_needed)
+
+    @cached_property
+    def remedy(self) -> Question | None:
+        """What lets a micro-batch hold a whole group, by as few GPUs and changes as do; None if it does already."""
+        return None if self.holds_group else self._with_room_for(self.question.n)
+
+    @cached_property
+    def rescue(self) -> Question | None:
+        """What lets a micro-batch hold one row, likewise; None without, if it does, or where memory isn't predicted."""
+        return None if self.no_memory is not None or self.largest is not None else self._with_room_for(1)
+
+    def _with_room_for(self, rows: int) -> Question | None:
+        """The same with as few GPUs, then as few changes, as hold a micro-batch of so many rows of a prompt."""
+        others = self._variants(rows)
+        return min(others, key=lambda other: (other.gpus, len(self.question.changes(other))), default=None)
+
+    def _variants(self, rows: int) -> Iterator[Question]:
+        """Other settings that veRL would take, each on the first number of GPUs, from those asked for on, that does."""
         question = self.question
-        taken = max(self._taken(question, 1, scoring) for scoring in (False, True))
-        free = int(question.hbm) - self.margin - self.shard.gathered - taken
+        for width in _WIDTHS:
+            if width % question.sequence_parallel or not _divides(self.config, width):
+                continue
+            for mode in (question.logits_optimization, "memory"):
+                for checkpointing in (question.checkpointing, True):
+                    settings: dict[str, Any] = {"logits_optimization": mode, "checkpointing": checkpointing}
+                    row = replace(
+                        question, gpus=width, sequence_parallel=width, **settings
+                    )  # one rank: any rows divide
+                    needed = self._gpus_for(row, rows)
+                    asked = math.ceil(question.gpus / width) * width
+                    gpus = None if needed is None else _that_divide(row, max(needed, asked))
+                    if gpus is not None:
+                        yield replace(row, gpus=gpus)
+
+    def _gpus_for(self, question: Question, rows: int) -> int | None:
+        """How many GPUs at least hold the model and a micro-batch of so many rows of a prompt, with these settings."""
+        free = int(question.hbm) - self.margin - self.shard.gathered - self._most_taken(question, rows)
         if free <= 0:
             return None
         whole = shard_memory(self.size, 1)
         state = whole.weights + whole.gradients + whole.optimizer
         return math.ceil(state / free / question.sequence_parallel) * question.sequence_parallel
 
-    @property
-    def gpus_suggested(self) -> int | None:
-        """The next number from `gpus_needed` on that rows divide over; None where there is none within four nodes."""
-        if self.gpus_needed is None:
-            return None
-        numbers = range(self.gpus_needed, self.gpus_needed + _MORE_GPUS + 1, self.question.sequence_parallel)
-        return next((gpus for gpus in numbers if self.question.divides_over(gpus)), None)
-
-    @cached_property
-    def remedy(self) -> Question | None:
-        """The same with as few other settings as let a micro-batch hold a whole group; None without, or if it does."""
-        if self.holds_group:
-            return None
-        by_changes = sorted(self._variants(), key=lambda other: len(self.question.changes(other)))
-        return next((other for other in by_changes if self._holds_group(other)), None)
-
-    def _variants(self) -> Iterator[Question]:
-        """Other settings that veRL would take."""
-        question = self.question
-        for width in _WIDTHS:
-            if width % question.sequence_parallel or question.gpus % width or not _divides(self.config, width):
-                continue
-            for mode in (question.logits_optimization, "memory"):
-                for checkpointing in (question.checkpointing, True):
-                    yield replace(
-                        question, sequence_parallel=width, logits_optimization=mode, checkpointing=checkpointing
-                    )
-
     def _holds_group(self, question: Question) -> bool:
-        return all(self._taken(question, question.n, scoring) <= self.free for scoring in (False, True))
+        return self._most_taken(question, question.n) <= self.free
+
+    def _most_taken(self, question: Question, rows: int) -> int:
+        """By the pass that takes more."""
+        return max(self._taken(question, rows, scoring) for scoring in (False, True))
 
     def _taken(self, question: Question, rows: int, scoring: bool) -> int:
         """Bytes of each GPU for a micro-batch of so many rows of one prompt."""
@@ -344,6 +382,12 @@ def _options(question: Question) -> dict[str, Any]:
         "logits_optimization": question.logits_optimization,
         "sequence_parallel": question.sequence_parallel,
     }
+
+
+def _that_divide(question: Question, gpus: int) -> int | None:
+    """The next number of GPUs from this one on that rows divide over; None where there is none within four nodes."""
+    numbers = range(gpus, gpus + _MORE_GPUS + 1, question.sequence_parallel)
+    return next((number for number in numbers if question.divides_over(number)), None)
 
 
 def _known(found: _T | None) -> _T:

@@ -158,7 +158,7 @@ class Speed:
         if not 0 < self.peak_tflops < math.inf or not 0 < self.utilisation <= 1:
             raise ValueError(
                 "peak_tflops, utilisation: expected a number above 0 and a share of at most 1, got "
-                f"{self.peak_tflops:g} and {self.utilisation:g}"
+                f"{self.peak_tflops:.12g} and {self.utilisation:.12g}"
             )
 
     @property

@@ -78,7 +78,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     """The files that are meant, those of a folder in the order of its steps.
 
     Raises:
-        ValueError: a path that isn't there, or a folder without dumps.
+        ValueError: a path that isn't there, a folder without dumps, or a file that is meant twice.
     """
     files: list[Path] = []
     for path in paths:
@@ -91,6 +91,11 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
             files.append(path)
         else:
             raise ValueError(f"FILE: expected a dump of rollouts or a folder of them, got {str(path)!r}: no such file")
+    seen: set[Path] = set()
+    for file in files:  # rows of a file that is read twice would be one step with twice the rollouts
+        if file.resolve() in seen:
+            raise ValueError(f"FILE: expected each file once, got {str(file)!r} twice")
+        seen.add(file.resolve())
     return files
 
 
@@ -103,13 +108,13 @@ def read_rows(
         files: as `find_files` gives them.
         columns: which to read.
         tokenizer: of transformers; without it text is taken as characters.
-        progress: shows how many records have been read.
+        progress: shows how many records have been read, unless one of the files is a pipe.
 
     Raises:
         ValueError: what can't be read, with its file and line; token ids beside text that no tokenizer reads.
     """
     records: Iterator[_Record | Padding] = (record for file in files for record in _records(file, columns))
-    if progress is not None:
+    if progress is not None and all(file.is_file() for file in files):  # to count a pipe's records is to consume them
         records = iter(progress(records, "Reading rollouts", sum(_count(file) for file in files)))
     unit = None
     while chunk := list(islice(records, _CHUNK)):
@@ -127,17 +132,27 @@ def read_rows(
 
 
 def rows_of_step(rows: Iterable[Row | Padding], number: int | None) -> Iterator[Row]:
-    """Those of the step with this number, or of the first row's step; what comes after its file is not read."""
-    step = None
+    """Those of the step with this number, or of the first row's step; what comes after its file is not read.
+
+    Raises:
+        ValueError: there is no row at all, or none of this step.
+    """
+    step: Step | None = None
+    seen: set[int | None] = set()
     for row in rows:
         if isinstance(row, Padding):
             continue
+        seen.add(row.step.number)
         if step is None and number in (None, row.step.number):
             step = row.step
         if row.step == step:
             yield row
         elif step is not None and row.step.file != step.file:
             return
+    if not seen:
+        raise ValueError("FILE: expected at least one row, got none")
+    if step is None:
+        raise ValueError(f"--step: expected {_range(seen)}, got {number}")
 
 
 def load_tokenizer(name: str) -> Any:
@@ -180,6 +195,8 @@ def _records(file: Path, columns: Columns) -> Iterator[_Record | Padding]:
             continue
         prompt = _column(record, columns.prompt, PROMPT_COLUMNS, "prompt", where)
         response = _column(record, columns.response, RESPONSE_COLUMNS, "response", where)
+        if response == [] and isinstance(prompt, str):
+            raise ValueError(f"{where}: expected at least one response, got an empty list")
         # A list of responses to one prompt, as a generation job writes it, makes as many rows.
         several = isinstance(response, list) and response and isinstance(response[0], str | list)
         yield _Record(where, step, sample_of(record.get("uid")), prompt, response if several else [response])
@@ -192,7 +209,7 @@ def _jsonl(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # the latter of lists in lists in lists
                 raise ValueError(f"{file}:{number}: expected JSON, got what can't be read ({error})") from error
             if not isinstance(record, dict):
                 raise ValueError(
@@ -244,8 +261,11 @@ def _opened(file: Path) -> Any:
 
 
 def _column(record: Mapping[str, Any], name: str | None, usual: Sequence[str], what: str, where: str) -> Any:
-    present = [key for key in ((name,) if name else usual) if record.get(key) is not None]
+    there = [key for key in ((name,) if name else usual) if key in record]
+    present = [key for key in there if record[key] is not None]
     if not present:
+        if there:
+            raise ValueError(f"{where}: expected a {what}, got null in {' and in '.join(map(repr, there))}")
         expected = repr(name) if name else " or ".join(usual)
         raise ValueError(
             f"{where}: expected a {what} in {expected}, got the columns {', '.join(map(str, record)) or 'of none'}; "
@@ -315,7 +335,15 @@ def _template(messages: list[Any], where: str, tokenizer: Any) -> array[int]:
 
 
 def _number(file: Path) -> int | None:
-    return int(file.stem) if file.stem.isdecimal() else None
+    """The step that a dump is named after; the number of a pipe, as in /dev/fd/63, is none."""
+    return int(file.stem) if file.suffix and file.stem.isdecimal() else None
+
+
+def _range(found: Iterable[int | None]) -> str:
+    steps = [number for number in found if number is not None]
+    if not steps:
+        return "none, as no row says its step"
+    return f"one of {min(steps)} to {max(steps)}" if len(steps) > 1 else str(*steps)
 
 
 def _shown(value: Any) -> str:

@@ -175,12 +175,11 @@ def show(statistics: Statistics, outlook: Outlook | None, tokenizer: Any) -> Non
     """The statistics as tables, on standard output."""
     console = make_console()
     s = statistics
-    steps = "1 step" if len(s.steps) == 1 else f"{len(s.steps):,} steps"
+    counts = ((s.num_rows, "row"), (s.num_prompts, "prompt"), (len(s.steps), "step"))
+    counted = ", ".join(f"{number:,} {what}{'s' * (number > 1)}" for number, what in counts)
     sizes = ", ".join(f"{share.groups:,} of {share.size}" for share in s.sizes[:6])
     more = f" and {len(s.sizes) - 6} other sizes" * (len(s.sizes) > 6)
-    console.print(
-        f"[bold]{s.num_rows:,} rows, {s.num_prompts:,} prompts, {steps}[/bold]\n  rows of a prompt: {sizes}{more}"
-    )
+    console.print(f"[bold]{counted}[/bold]\n  rows of a prompt: {sizes}{more}")
     console.print(_lengths_table(s.unit, s.prompt_quantiles, s.response_quantiles))
     ratios = [step.rows.token_ratio for step in s.steps]
     by_step = f" (steps: {min(ratios):.2f} to {max(ratios):.2f})" * (len(ratios) > 1)

@@ -62,7 +62,7 @@ def plan(
     """
     with errors_in_one_line("plan"):
         from zorro_verl.known_models import config_of
-        from zorro_verl.planning import GB, Plan, Question
+        from zorro_verl.planning import Plan, Question, bytes_of_gpu
         from zorro_verl.prediction import Speed
 
         speed = Speed(peak_tflops, utilisation)
@@ -72,7 +72,7 @@ def plan(
             n,
             prompts,
             gpus,
-            hbm * GB,
+            bytes_of_gpu(hbm),
             sequence_parallel,
             logits_optimization,
             checkpointing,
@@ -110,7 +110,9 @@ def record(model: str, answer: Plan, speed: Speed) -> dict[str, Any]:
         "no_memory": answer.no_memory,
         "memory": memory(answer),
         "largest_budgets": answer.largest and answer.largest._asdict(),
+        "largest_update_budget_without_logits": answer.largest_without_logits,
         "budgets": answer.budgets and answer.budgets._asdict(),
+        "fits_with": None if answer.rescue is None else answer.question.changes(answer.rescue),
         "remedy": None if answer.remedy is None else answer.question.changes(answer.remedy),
         "seconds": {
             name: {call: prediction.seconds(one, speed) for call, one in way._asdict().items()}
@@ -147,7 +149,7 @@ def micro_batch(way: Way, answer: Plan) -> dict[str, int | None] | None:
 
 def show(model: str, answer: Plan, speed: Speed) -> None:
     """The plan for a person, on standard output."""
-    from zorro_verl.advice import cautions, counted, misfits, objections, overrides, pays
+    from zorro_verl.advice import cautions, counted, gain, misfits, objections, overrides, pays
     from zorro_verl.planning import GB, GIB
 
     console, question = make_console(), answer.question
@@ -156,13 +158,11 @@ def show(model: str, answer: Plan, speed: Speed) -> None:
         f"{question.hbm / GIB:.1f} GiB; a step has {counted(question.prompts, 'prompt')} x "
         f"{counted(question.n, 'response')} of {question.prompt} + {question.response} tokens."
     )
-    if pays(answer):
-        console.print(
-            f"[bold green]It pays[/bold green]: compute_log_prob up to {answer.speedup.log_prob:.2f} times faster, "
-            f"update_actor {answer.speedup.update:.2f} times, than with strategy=fsdp2."
-        )
-    for sentence in objections(answer) + misfits(answer):
+    for sentence in misfits(answer) + objections(answer):
         console.print(f"[bold yellow]{escape(sentence)}[/bold yellow]")
+    if pays(answer):
+        verdict, _, numbers = gain(answer).partition(":")
+        console.print(f"[bold green]{verdict}[/bold green]:{numbers}")
     for sentence in cautions(answer):
         console.print(f"[yellow]But:[/yellow] {escape(sentence)}")
     show_speedup(console, answer, speed)
@@ -197,6 +197,7 @@ def show_speedup(console: Console, answer: Plan, speed: Speed) -> None:
 
 def show_memory(console: Console, answer: Plan) -> None:
     """Where a GPU's memory goes, and the token budgets that it leaves room for."""
+    from zorro_verl.advice import larger_budget
     from zorro_verl.planning import GIB, MARGIN
 
     question, shard = answer.question, answer.shard if answer.no_memory is None else None
@@ -217,6 +218,9 @@ def show_memory(console: Console, answer: Plan) -> None:
         f"log_prob_max_token_len_per_gpu={answer.largest.log_prob}; suggested {answer.budgets.update} "
         f"({taken[0]}) and {answer.budgets.log_prob} ({taken[1]})."
     )
+    more = larger_budget(answer)
+    if more is not None:
+        console.print(more)
     width = question.sequence_parallel
     room = f"{answer.budgets.update * width}" + (f" ({answer.budgets.update} x {width} GPUs)" if width > 1 else "")
     console.print(f"{group}; a micro-batch holds {room}, {'a whole group' if answer.holds_group else 'less'}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -16,12 +17,12 @@ from zorro_verl.commands.dumps import Plot, PromptColumn, ResponseColumn, Tokeni
 from zorro_verl.commands.terminal import Json, errors_in_one_line, make_console, print_json, show_progress
 
 if TYPE_CHECKING:  # `zorro-verl --help` does without torch
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from zorro_verl.drawing import Segment
     from zorro_verl.forest import VarlenCall
     from zorro_verl.packing import Plan
-    from zorro_verl.rollouts import Columns
+    from zorro_verl.rollouts import Columns, Row
 
 _MOST_CELLS = 64  # of the picture in a terminal, on each side
 _NAMES = 22  # columns of a terminal for the names beside it
@@ -45,6 +46,11 @@ class RowRange(NamedTuple):
         if bounds is None or (bounds.end is not None and bounds.end <= bounds.first):
             raise ValueError(f"--rows: expected A:B with A below B, the first row is 0, got {text!r}")
         return bounds
+
+    def of_step(self, rows: Iterable[Row]) -> list[Row]:
+        """Those that are meant, of a step's."""
+        first, end = (None if bound is None else min(bound, sys.maxsize) for bound in self)
+        return list(islice(rows, first, end))
 
     def __str__(self) -> str:
         return f"{self.first}:{'' if self.end is None else self.end}"
@@ -127,7 +133,7 @@ def _of_dump(path: Path, step: int | None, bounds: RowRange, tokenizer: str | No
     named = [file for file in files if file.stem == str(step)] or files
     shown = show_progress(named, "Looking for the step", len(named))  # counts files: their rows aren't counted first
     rows = chain.from_iterable(read_rows([file], columns, reader) for file in shown)
-    found = list(islice(rows_of_step(rows, step), bounds.first, bounds.end))
+    found = bounds.of_step(rows_of_step(rows, step))
     if not found:
         which = "" if step is None else f" of step {step}"
         raise ValueError(f"--rows: expected rows that are in the dump, got none of {bounds}{which}; see --step")
@@ -137,9 +143,10 @@ def _of_dump(path: Path, step: int | None, bounds: RowRange, tokenizer: str | No
 
 def draw(micro: MicroBatch, found: list[Segment], window: int | None) -> None:
     """Numbers, tree, block picture and calls, on standard output."""
-    from zorro_verl.drawing import FULL, NONE, PARTLY, call_lines, count_blocks, count_pairs, reach
+    from zorro_verl.drawing import Marks, call_lines, count_blocks, count_pairs, reach
 
     console, plan = make_console(), micro.plan
+    marks = Marks.of(console.encoding)
     num_rows, before, after = len(micro.prompt_lens), *(count_pairs(p, window) for p in (plan.unshared, plan))
 
     def say(text: str) -> None:
@@ -151,13 +158,13 @@ def draw(micro: MicroBatch, found: list[Segment], window: int | None) -> None:
     console.print(forest_tree(micro, found))
     blocks = count_blocks(plan, max(1, min(_MOST_CELLS, (console.width - _NAMES) // 2)), window)
     if blocks.cell == 1:
-        say(f"which {micro.unit} (lines) attend to which (columns): {FULL} does, {NONE} doesn't")
+        say(f"which {micro.unit} (lines) attend to which (columns): {marks.full} does, {marks.none} doesn't")
     else:
         say(
-            f"cells of {blocks.cell} x {blocks.cell} {micro.unit}, lines attend to columns: {FULL} all, {PARTLY} some, "
-            f"{NONE} none of them"
+            f"cells of {blocks.cell} x {blocks.cell} {micro.unit}, lines attend to columns: {marks.full} all, "
+            f"{marks.partly} some, {marks.none} none of them"
         )
-    for line in blocks.lines(found):
+    for line in blocks.lines(found, marks):
         say(f"  {line}")
     say("attention calls of a layer" + ("" if window is None else f" with a window of {window} {micro.unit}"))
     if window is not None and reach(plan, window) is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
@@ -67,7 +69,9 @@ def print_json(record: Mapping[str, Any]) -> None:
 
 
 def make_console() -> Console:
-    """Standard output, 120 columns wide where it is no terminal."""
+    """Standard output, 120 columns wide where it is no terminal; what its encoding lacks is escaped."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120
