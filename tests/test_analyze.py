@@ -199,6 +199,25 @@ def test_predictions_are_sums_over_steps(config):
     assert by_group.update_token_ratio == pytest.approx(statistics.token_ratio)
 
 
+@pytest.mark.parametrize("ragged_first", [True, False])
+def test_without_verl_there_is_no_stock_unless_all_steps_are_of_one_length(config, monkeypatch, ragged_first):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "verl", None)
+    rows = {
+        alike: [(p, [p + 1] * 10, [0] * (5 if alike else p + r + 1)) for p in range(4) for r in range(4)]
+        for alike in (True, False)
+    }
+    found = [(step, *row) for step, alike in enumerate((not ragged_first, ragged_first)) for row in rows[alike]]
+    outlook = foresee(config, summary(found), Setup(ranks=2))
+    assert [(way.name, way.log_prob_speedup) for way in outlook.ways] == [("group_placed", None)]
+    assert len(outlook.notes) == 1
+    assert "veRL" in outlook.notes[0]
+    alone = foresee(config, summary([(0, *row) for row in rows[True]]), Setup(ranks=2))
+    assert [way.name for way in alone.ways] == ["stock", "group_placed"]
+    assert alone.ways[1].update_speedup > 1
+
+
 def test_characters_predict_nothing(config):
     statistics = summary([(1, None, [1], [2])], measure=Measure.CHARACTERS)
     with pytest.raises(ValueError, match="--model: expected lengths in tokens, got characters; add --tokenizer MODEL"):

@@ -42,12 +42,8 @@ def test_help_fits_80_columns_and_explains_every_option(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     output = CliRunner().invoke(app, [name, "--help"]).output
     assert all(len(line) <= 80 for line in output.splitlines())
-    options = output.partition("Options:")[2]
-    entries = re.split(r"\n  (?=-)", options)[1:]
-    assert len(entries) >= 2
-    for entry in entries:
-        words = re.sub(r"^\S+( \S+)?\s+", "", " ".join(entry.split()))
-        assert len(words.split()) >= 1, entry
+    for parameter in typer.main.get_command(app).commands[name].params:
+        assert len((parameter.help or "").split()) >= 2, parameter.name
     assert "--json" in output
 
 

@@ -156,7 +156,7 @@ def _too_large(plan: Plan) -> str:
         what += f"; {plan.gpus_suggested} GPUs would hold it."
     if plan.rescue is None:
         if plan.gpus_needed is None:
-            what += " No other settings do either: it takes larger GPUs, or shorter prompts and responses."
+            what += " No other settings were found that do: it takes larger GPUs, or shorter prompts and responses."
     elif plan.rescue.gpus != plan.gpus_suggested or list(question.changes(plan.rescue)) != ["gpus"]:
         what += f" It fits with {flags(question, plan.rescue)}."
     if plan.remedy is not None and plan.remedy != plan.rescue:
@@ -166,5 +166,5 @@ def _too_large(plan: Plan) -> str:
 
 def _way_out(plan: Plan) -> str:
     if plan.remedy is None:
-        return "No other setting holds a whole group, on any number of GPUs: it takes fewer responses or shorter ones."
+        return "No setting was found that holds a whole group: it takes fewer responses, or shorter ones."
     return f"Whole with {flags(plan.question, plan.remedy)}."

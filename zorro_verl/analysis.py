@@ -271,9 +271,10 @@ def foresee(config: Any, statistics: Statistics, setup: Setup, progress: Progres
         )
         for step in steps
     ]
-    first = predictions[0]
-    names = [name for name in ("stock", "row_placed", "group_placed") if getattr(first, name) is not None]
-    notes = tuple(note for note in (first.no_verl, first.no_memory) if note is not None)
+    ways = ("stock", "row_placed", "group_placed")  # without veRL those that it places are known of some steps at most
+    names = [name for name in ways if all(getattr(step, name) is not None for step in predictions)]
+    said = [note for step in predictions for note in (step.no_verl, step.no_memory) if note is not None]
+    notes = tuple(dict.fromkeys(said))
     return Outlook(tuple(_forecast(predictions, name) for name in names), setup._replace(budget=budget), notes)
 
 
@@ -381,6 +382,7 @@ def _forecast(predictions: Sequence[Prediction], name: str) -> Forecast:
     """Sums over steps, and the largest memory."""
     ways: list[Way] = [getattr(prediction, name) for prediction in predictions]
     stock = [prediction.stock for prediction in predictions if prediction.stock is not None]
+    comparable = len(stock) == len(ways)
     tokens = sum(prediction.rows.tokens for prediction in predictions)
 
     def total(which: Callable[[Way], Pass]) -> tuple[float, float | None, int | None]:
@@ -389,7 +391,7 @@ def _forecast(predictions: Sequence[Prediction], name: str) -> Forecast:
         work = sum(one.slowest for one in passes)
         return (
             tokens / sum(one.tokens for one in passes),
-            sum(which(way).slowest for way in stock) / work if stock else None,
+            sum(which(way).slowest for way in stock) / work if comparable else None,
             max((one.memory for one in passes if one.memory is not None), default=None),
         )
 

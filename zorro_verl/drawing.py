@@ -195,9 +195,8 @@ def count_blocks(plan: Plan, most_cells: int, window: int | None = None) -> Bloc
     itself = {segment.start: Pairs[f"{segment.kind.name}_ITSELF"] for segment in segments(plan) if segment.num_tokens}
     for call in plan.forest.calls(window):
         for q0, q1, k0, k1 in call.blocks:
-            own = (
-                k1 - (q1 - q0) if call.causal else k1
-            )  # from here on keys are the segment's own, those before its ancestors'
+            # From here on keys are the segment's own; those before are its ancestors'.
+            own = k1 - (q1 - q0) if call.causal else k1
             for start, end, kind in ((k0, own, Pairs.RESPONSE_PROMPT), (own, k1, itself[call.query_start + q0])):
                 for run in _runs(call, start, end):
                     counted = _count(call, (q0, q1), own, run, cell, size)

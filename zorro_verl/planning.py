@@ -331,9 +331,8 @@ class Plan:
             for mode in (question.logits_optimization, "memory"):
                 for checkpointing in (question.checkpointing, True):
                     settings: dict[str, Any] = {"logits_optimization": mode, "checkpointing": checkpointing}
-                    row = replace(
-                        question, gpus=width, sequence_parallel=width, **settings
-                    )  # one rank: any rows divide
+                    # One rank: any rows divide.
+                    row = replace(question, gpus=width, sequence_parallel=width, **settings)
                     needed = self._gpus_for(row, rows)
                     asked = math.ceil(question.gpus / width) * width
                     gpus = None if needed is None else _that_divide(row, max(needed, asked))

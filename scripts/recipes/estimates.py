@@ -130,7 +130,7 @@ def estimate(recipe: Path) -> Estimate:
         shards = shard_memory(ModelSize.of(model, head_features), question.gpus)
         tokens = role.budget * role.sequence_parallel
         responses = round(tokens * question.n * question.response / question.group_tokens)
-        activations = activation_memory(model, tokens, responses, **options).peak
+        activations = activation_memory(model, tokens, responses, head_features=head_features, **options).peak
         training.append((shards.weights + shards.gradients + shards.optimizer, shards.gathered, activations))
         resident.append(shards.weights * role.keeps_weights + shards.optimizer * role.keeps_optimizer)
     # One model trains at a time, beside what the others leave there.
