@@ -16,7 +16,6 @@ PROGRAMS = ("zorro-verl", "make", "python", "python3", "pip", "hf", "ray", "bash
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
-_OVERRIDE = re.compile(r"(\+\+|\+|~)?[\w.@/]+=.*|~[\w.]+")
 # Of a loop in bash; what stands between them are commands.
 _LOOP = ("for ", "done", "do", "if ", "fi", "then")
 
@@ -95,11 +94,6 @@ def commands_of(block: Block) -> Iterator[Command]:
         if shlex.split(pending, comments=True) and not pending.strip().startswith(_LOOP):
             yield _command(block.page, start, pending)
         start, pending = None, ""
-
-
-def is_overrides(words: tuple[str, ...]) -> bool:
-    """Whether a "command" is a list of veRL's settings alone."""
-    return all(_OVERRIDE.fullmatch(word) for word in words)
 
 
 def _is_command(span: str) -> bool:
