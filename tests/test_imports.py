@@ -108,6 +108,7 @@ MODULES: dict[str, set[str]] = {
     "commands": set(),
     "commands.terminal": {"typer", "rich"},
     "commands.dumps": {"typer"},
+    "commands.model_options": {"typer"},
     "commands.doctor": {"typer", "rich"},
     "commands.plan": {"typer", "rich"},
     "commands.analyze": {"typer", "rich"},

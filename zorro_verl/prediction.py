@@ -247,30 +247,14 @@ def predict(
     no_memory = why_unknown(config)
     update = update_costs(checkpointing, logits_optimization)
 
+    shape: dict[str, Any] = {"dtype": dtype, "sequence_parallel": sequence_parallel, "head_features": head_features}
+    shape |= {"logits_optimization": logits_optimization}
+
     def scoring_peak(tokens: int, scored: int, stock: bool) -> int:
-        return scoring_memory(
-            config,
-            tokens,
-            scored,
-            logits_optimization=logits_optimization,
-            dtype=dtype,
-            sequence_parallel=sequence_parallel,
-            head_features=head_features,
-            stock=stock,
-        ).peak
+        return scoring_memory(config, tokens, scored, stock=stock, **shape).peak
 
     def training_peak(tokens: int, scored: int, stock: bool) -> int:
-        return activation_memory(
-            config,
-            tokens,
-            scored,
-            checkpointing=checkpointing,
-            logits_optimization=logits_optimization,
-            dtype=dtype,
-            sequence_parallel=sequence_parallel,
-            head_features=head_features,
-            stock=stock,
-        ).peak
+        return activation_memory(config, tokens, scored, stock=stock, checkpointing=checkpointing, **shape).peak
 
     def way(order: Sequence[int], shared: bool) -> Way:
         counter = _Counter(filled, fillers, ModelWork.of(config, head_features), shared)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
+from zorro_verl.commands.model_options import DeviceOption, DtypeOption
 from zorro_verl.commands.terminal import Json, errors_in_one_line, make_console, make_table, print_json, show_progress
 from zorro_verl.verify_request import check_device_name, local_folder
 
@@ -22,15 +22,6 @@ if TYPE_CHECKING:  # loads torch and transformers: `zorro-verl --help` does with
 # Both ends of what sharing saves, and what it costs where there is nothing to share: about a minute on a CPU.
 SHAPES = ("512,64,8", "256,256,8", "256,256,1")
 MIB = 2**20
-
-
-class Dtype(str, Enum):
-    """What `bench` computes in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float64 = "float64"
-    float16 = "float16"
 
 
 def bench(
@@ -65,15 +56,8 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="float32 (default on a CPU), bfloat16 (default on CUDA), float64 or float16.",
-            show_default=False,
-        ),
-    ] = None,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = None,
     attn_implementation: Annotated[
         str,
         typer.Option(

@@ -8,20 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from zorro_verl.commands.model_options import DeviceOption, DtypeOption
 from zorro_verl.commands.terminal import Json, errors_in_one_line, make_console, make_table, print_json, show_progress
 from zorro_verl.verify_request import Sizes, check_device_name, local_folder
 
 if TYPE_CHECKING:  # loads torch and transformers: `zorro-verl --help` does without
     from zorro_verl.verify import Report
-
-
-class Dtype(str, Enum):
-    """What `verify` computes in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float64 = "float64"
-    float16 = "float16"
 
 
 class LinearAttention(str, Enum):
@@ -40,15 +32,8 @@ def verify(
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The same, as an option.", show_default=False)
     ] = None,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="float32 (default on a CPU), bfloat16 (default on CUDA), float64 or float16.",
-            show_default=False,
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
     attn_implementation: Annotated[
         str, typer.Option(metavar="NAME", help="auto, eager, sdpa or flash_attention_2, _3 or _4.")
     ] = "auto",
