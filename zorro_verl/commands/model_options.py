@@ -9,7 +9,7 @@ import typer
 
 
 class Dtype(str, Enum):
-    """What `bench` computes in."""
+    """What a model computes in."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
